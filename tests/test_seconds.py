@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from small_runs import MODEL
 
-from mindgrpo.algorithm.packing import MicroShape, num_micro_batches, pack
+from mindgrpo.algorithm.packing import MicroShape, PackedRollout, num_micro_batches, pack
+from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.speeds import SPEEDS, Speeds
 from mindgrpo.cli.plan import shapes_of
@@ -117,12 +118,11 @@ def test_samples_of_one_length_are_counted_into_rows_as_they_are_packed(
     rollout = Rollout.single_turn(prompts, tokens, ["stop"] * count, logps, groups)
     shape = MicroShape(2, length, most)
     samples = Samples(count, group, prompt, completion, completion)
-    number, same = samples.in_rows(shape, 2, False)
-    assert same == shape
-    assert number == num_micro_batches(pack(rollout, range(count), shape), shape, 2)
-    _, short = samples.in_rows(shape, 2, True)
-    assert short.length <= length
-    pack(rollout, range(count), short)
+    packed = num_micro_batches(pack(rollout, range(count), shape), shape, 2)
+    assert samples.micro_batches(shape, 2) == packed
+    number, chosen = samples.in_rows(shape, 2, 1e-3)
+    choice = ShapeChoice(shape, 1e-3).choose(PackedRollout(rollout), 2)
+    assert (chosen.length, number) == (choice.length, samples.micro_batches(choice, 2))
 
 
 def test_rows_as_long_as_their_content_cost_less_and_nothing_else_changes() -> None:

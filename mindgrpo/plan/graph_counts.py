@@ -30,9 +30,10 @@ class GraphCounts:
     full length. `fits_rows`: rows are as long as their content needs. `whole_prompts`: prompts are brought in one a
     call, padded to the longest. `is_serial`: the next kernel is launched when the last one has ended.
     `tokens_a_graph`: tokens that one call of the decoding graph makes.
-    `slow_a_logit`: elements of slow operations per logit that a token is drawn from.
+    `slow_a_logit`: elements of slow operations per logit that a token is drawn from. `decode_waits`: waits of the
+    host a call of the decoding graph.
     Of the optimizer: bytes of memory a parameter, and calls outside of graphs. Of a weight sync: calls a tensor, bytes
-    of memory per byte written, and elements of slow operations per element checked.
+    of memory per byte written; bytes of memory and elements of slow operations per element checked.
     """
 
     decode: Launches
@@ -50,33 +51,38 @@ class GraphCounts:
     is_serial: bool
     tokens_a_graph: int
     slow_a_logit: float
+    decode_waits: float
     optimizer_bytes: float
     optimizer_calls: float
     sync_calls: float
     sync_bytes: float
+    checked_bytes: float
     slow_checks: float
 
 
 FUSED = GraphCounts(
-    decode=Launches(28, 194),
+    decode=Launches(28, 58),
     prompt=Launches(30),
     forward=Launches(26, 29),
     first_back=Launches(86, 37),
+    # The head's logits in chunks of some 400 rows.
     last=Launches(90, 123),
-    optimizer=Launches(29, 5),
+    optimizer=Launches(29, 13),
     extra_forwards=1,
     float32_sums=True,
     whole_mask=True,
     whole_cache=True,
-    fits_rows=False,
+    fits_rows=True,
     whole_prompts=True,
     is_serial=False,
-    tokens_a_graph=4,
-    slow_a_logit=7.0,
+    tokens_a_graph=1,
+    slow_a_logit=0.0,
+    decode_waits=1.0,
     optimizer_bytes=66.0,
     optimizer_calls=500.0,
-    sync_calls=10.4,
-    sync_bytes=6.0,
+    sync_calls=2.0,
+    sync_bytes=2.0,
+    checked_bytes=20.0,
     slow_checks=0.0,
 )
 # Kernels of processors: one C call decodes, attention sees what its spans say, and ranks read one another's memory.
@@ -91,14 +97,16 @@ NATIVE = GraphCounts(
     float32_sums=False,
     whole_mask=False,
     whole_cache=False,
-    fits_rows=False,
+    fits_rows=True,
     whole_prompts=False,
     is_serial=True,
     tokens_a_graph=0,
     slow_a_logit=1.0,
+    decode_waits=0.0,
     optimizer_bytes=40.0,
     optimizer_calls=0.0,
     sync_calls=2.0,
     sync_bytes=2.0,
+    checked_bytes=4.0,
     slow_checks=0.0,
 )

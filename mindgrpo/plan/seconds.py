@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from mindgrpo.algorithm.packing import PICK_BUCKETS, MicroShape
+from mindgrpo.algorithm.row_shapes import TOKENS_PER_MICRO_BATCH, row_lengths
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.speeds import SPEEDS, Speeds, device_of
 from mindgrpo.config import Config
@@ -206,16 +207,26 @@ class Samples:
         fit = groups * self.group + max(0, int(room // cost))
         return max(1, min(fit, shape.max_per_row or fit, math.ceil(self.count)))
 
-    def in_rows(self, shape: MicroShape, shares: int, fits: bool) -> tuple[int, MicroShape]:
-        """Returns each rank's micro-batches and their shape; `fits`: rows as long as the fullest, in powers of two."""
-        each = self.a_row(shape)
-        rows = math.ceil(self.count / each)
-        micro_batches = max(1, math.ceil(rows / (shape.rows * shares)))
-        if fits:
-            each = math.ceil(self.count / rows)
-            tokens = replace(self, count=each).tokens + self.longest - self.completion
-            shape = replace(shape, length=min(shape.length, 2 ** math.ceil(math.log2(tokens))))
-        return micro_batches, shape
+    def in_rows(
+        self, widest: MicroShape, shares: int, column_cost: float
+    ) -> tuple[int, MicroShape]:
+        """Returns each rank's micro-batches and their shape: of those up to `widest` the one that costs least.
+
+        As algorithm/row_shapes.py chooses, whose `column_cost` this is.
+        """
+        lengths = [n for n in row_lengths(widest.length) if n >= self.prompt + self.longest]
+        options = []
+        for length in lengths or [widest.length]:
+            shape = replace(widest, length=length)
+            number = self.micro_batches(shape, shares)
+            tokens = shape.tokens * (1.0 + length * column_cost)
+            options.append((number * (TOKENS_PER_MICRO_BATCH + tokens), number, shape))
+        _, number, shape = min(options, key=lambda option: option[0])
+        return number, shape
+
+    def micro_batches(self, shape: MicroShape, shares: int) -> int:
+        rows = math.ceil(self.count / self.a_row(shape))
+        return max(1, math.ceil(rows / (shape.rows * shares)))
 
 
 class Roofline:
@@ -273,7 +284,13 @@ class Roofline:
 
     def _passes(self, samples: Samples, shape: MicroShape, shares: int) -> tuple[int, Passes]:
         """Returns each rank's micro-batches of `samples`, and the tokens of one."""
-        number, shape = samples.in_rows(shape, shares, self.counts.fits_rows)
+        if self.counts.fits_rows:
+            column_cost = 0.0 if self._ragged else self.plan.model.column_cost
+            number, shape = samples.in_rows(shape, shares, column_cost)
+        else:
+            whole = self.plan.config.rl_config.seq_length * (shape.rows if self._ragged else 1)
+            shape = replace(shape, length=max(shape.length, whole))
+            number = samples.micro_batches(shape, shares)
         own = replace(samples, count=samples.count / (number * shares))
         pairs = shape.tokens * shape.length if self.counts.whole_mask else own.pairs
         bucket = math.ceil(shape.tokens / PICK_BUCKETS)
@@ -368,6 +385,7 @@ class Roofline:
         # Slots whose sample has ended are computed with the others where a graph decodes.
         active = own * samples.completion / steps if counts.is_serial else slots
         work = layers.decode(active, num_layers, cached, read) * steps
+        work += Work(waits=counts.decode_waits * steps / max(1, counts.tokens_a_graph))
         prompts = math.ceil(own / samples.group)
         tokens = prompts * (cache.max_prompt if counts.whole_prompts else samples.prompt)
         pairs = tokens * samples.prompt / 2
@@ -386,14 +404,16 @@ class Roofline:
         plan, counts, moves = self.plan, self.counts, self.plan.reshard
         source, target, sizes = moves.traffic()
         written = max(moves.kept_bytes(r) + moves.received_bytes(r) for r in range(moves.num_ranks))
-        checked = share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST)
+        checked = (share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST)) / (
+            plan.config.rl_config.checksum_interval or math.inf
+        )
         here = self.rates.speeds.devices_per_host
         is_far = source // here != target // here
         pairs = source.astype(np.int64) * moves.num_ranks + target
         near = np.bincount(pairs[~is_far], sizes[~is_far], minlength=1).max()
         far = np.bincount(target[is_far], sizes[is_far], minlength=1).max()
         work = Work(
-            memory=written * counts.sync_bytes + checked * self.itemsize,
+            memory=written * counts.sync_bytes + checked * counts.checked_bytes,
             slow=checked * counts.slow_checks,
             calls=counts.sync_calls * len(plan.infer.specs),
             sent=float(near),
@@ -408,7 +428,7 @@ class Roofline:
         updates = plan.batch.updates_per_step
         a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
         shape = update_shape(plan.config, self._ragged)
-        number, _ = a_pass.in_rows(shape, plan.train.mesh.dp, False)
+        number, _ = self._passes(a_pass, shape, plan.train.mesh.dp)
         gathers = GATHERS * updates
         work = Work(
             waits=READS * number * updates + 2 * gathers,

@@ -39,7 +39,7 @@ EARLIER = replace(
     forward=Launches(26, 29),
     first_back=Launches(86, 37),
     last=Launches(90, 123),
-    optimizer=Launches(29, 5),
+    optimizer=Launches(29, 13),
     extra_forwards=1,
     float32_sums=True,
     whole_mask=True,
@@ -48,10 +48,12 @@ EARLIER = replace(
     whole_prompts=True,
     tokens_a_graph=4,
     slow_a_logit=7.0,
+    decode_waits=1.0,
     optimizer_bytes=66.0,
     optimizer_calls=500.0,
     sync_calls=10.4,
     sync_bytes=40.0,
+    checked_bytes=20.0,
     slow_checks=1.0,
 )
 # Of measured rates: a side of a product's matrices, and the bytes that each core copies.
