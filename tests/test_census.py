@@ -237,7 +237,8 @@ GRAPHS = (
     loss_step,
     optimizer,
 )
-# Registered for the AI CPU as well as for the AI Core, by CANN's own kernels, which the package does not list.
+# Registered for the AI CPU as well as for the AI Core, by CANN's own kernels, which the package does not list:
+# AddN has one of the package's own (ops/_op_impl/akg/ascend), and FillV2 becomes CANN's Fill.
 OF_AI_CORE = {
     "StridedSlice",
     "StridedSliceGrad",
@@ -245,6 +246,8 @@ OF_AI_CORE = {
     "Argmax",
     "Gather",
     "CumSum",
+    "AddN",
+    "FillV2",
 }
 
 

@@ -80,8 +80,8 @@ FUSED = GraphCounts(
     decode_waits=1.0,
     optimizer_bytes=66.0,
     optimizer_calls=500.0,
-    sync_calls=2.0,
-    sync_bytes=2.0,
+    sync_calls=10.4,
+    sync_bytes=6.0,
     checked_bytes=20.0,
     slow_checks=0.0,
 )
