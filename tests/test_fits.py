@@ -76,6 +76,17 @@ def test_what_stays_and_what_communication_keeps_are_told_beside_a_phases_own() 
     assert HostPlan(planned("--context.device_target", "CPU")).device_lines() == []
 
 
+def test_checksums_copies_are_counted_where_they_are_taken() -> None:
+    config, head = EXAMPLES[1], 152064 // 4 * 3584
+    one_layout = ["--actor_config.parallel_config.data_parallel", "2"]
+    one_layout += ["--actor_config.parallel_config.pipeline_stage", "1"]
+    plan = planned(*one_layout, config=config)
+    by_phase = {need.phase: need.buffers for need in phase_needs(plan)}
+    assert by_phase["reshard"] >= 3 * 4 * head
+    without = planned(*one_layout, "--rl_config.checksum_interval", "null", config=config)
+    assert phase_needs(without)[0].buffers <= by_phase["reshard"]
+
+
 def test_changes_that_are_proposed_make_the_run_fit_with_as_many_samples_and_updates() -> None:
     loaded = load_config(TUTORIAL, LARGE)
     before = planned(*LARGE)
