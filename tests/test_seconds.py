@@ -19,15 +19,14 @@ from mindgrpo.backend.speeds import SPEEDS, Speeds
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
-from mindgrpo.config.context import Roofline as RooflineKeys
+from mindgrpo.config.context import RooflineConfig
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.plan import layouts
-from mindgrpo.plan.graph_counts import FUSED, NATIVE
 from mindgrpo.plan.memory import most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
-from mindgrpo.plan.seconds import Rates, Roofline, Samples, speeds_of
-from mindgrpo.plan.work import LayerWork, Passes
+from mindgrpo.plan.seconds import Rates, Roofline, SampleCounts, speeds_of
+from mindgrpo.plan.work import FUSED, NATIVE, LayerWork, Passes
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "ascend" / "qwen2_5_7b_8npu" / "grpo_config.yaml"
@@ -117,7 +116,7 @@ def test_samples_of_one_length_are_counted_into_rows_as_they_are_packed(
     groups = [i // group for i in range(count)]
     rollout = Rollout.single_turn(prompts, tokens, ["stop"] * count, logps, groups)
     shape = MicroShape(2, length, most)
-    samples = Samples(count, group, prompt, completion, completion)
+    samples = SampleCounts(count, group, prompt, completion, completion)
     packed = num_micro_batches(pack(rollout, range(count), shape), shape, 2)
     assert samples.micro_batches(shape, 2) == packed
     number, chosen = samples.in_rows(shape, 2, 1e-3)
@@ -148,7 +147,7 @@ def test_no_estimate_is_below_its_limit() -> None:
 
 def test_every_speed_is_a_key_and_the_key_wins() -> None:
     names = set(asdict(SPEEDS["host"]))
-    assert names == set(RooflineKeys.model_fields) - {
+    assert names == set(RooflineConfig.model_fields) - {
         "device",
         "prompt_tokens",
         "completion_tokens",

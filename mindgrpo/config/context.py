@@ -39,7 +39,7 @@ class AscendConfig(Section):
     """precision mode of the accelerator's operators; null: MindSpore's default"""
 
 
-class Roofline(Section):
+class RooflineConfig(Section):
     device: OptionalText = None
     """device whose published or fitted figures are the defaults of the keys below (910A, 910B2, 910B3 or host); null:
     910B2 on accelerators, host elsewhere"""
@@ -118,7 +118,7 @@ class Context(Section):
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """memory optimization level of the framework. O1: reuse more memory; null: MindSpore's default"""
     ascend_config: AscendConfig = AscendConfig()
-    roofline: Roofline = Roofline()
+    roofline: RooflineConfig = RooflineConfig()
 
     @property
     def target(self) -> Target:

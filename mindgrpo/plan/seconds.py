@@ -23,10 +23,9 @@ from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.activations import kernel_kind, reference_shape, update_shape
-from mindgrpo.plan.graph_counts import FUSED, NATIVE, GraphCounts
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, share_of
-from mindgrpo.plan.work import FLOAT, LayerWork, Passes, Work
+from mindgrpo.plan.work import FLOAT, FUSED, NATIVE, GraphCounts, LayerWork, Passes, Work
 
 # Weights, gradients and two moments are read, and written with a copy in 16 bits.
 FEWEST_OPTIMIZER_BYTES = 34
@@ -164,7 +163,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleCounts:
     """`count` samples, `group` of them a prompt, and their lengths in tokens."""
 
     count: float
@@ -174,7 +173,7 @@ class Samples:
     longest: int
 
     @classmethod
-    def of(cls, plan: RunPlan) -> Samples:
+    def of(cls, plan: RunPlan) -> SampleCounts:
         config, own = plan.config, plan.config.context.roofline
         generate = config.generate_config
         longest = generate.sampling_config.max_tokens
@@ -239,7 +238,7 @@ class Roofline:
         self.counts = counts or (NATIVE if self._ragged else FUSED)
         self.itemsize = ITEM_BYTES[compute_dtype(plan.config)]
         self.rates = Rates(speeds or speeds_of(plan.config), self.itemsize, plan.world_size)
-        self.samples = Samples.of(plan)
+        self.samples = SampleCounts.of(plan)
         actor = plan.config.actor_config.recompute_config
         layer = self._layers(plan.train)
         attention = layer.attention_size / layer.size
@@ -282,7 +281,7 @@ class Roofline:
         merged = {kind: micro_batches * value for kind, value in each[slowest].items()}
         return PhaseSeconds(name, merged | {"idle": idle}, limit, stages[slowest] * micro_batches)
 
-    def _passes(self, samples: Samples, shape: MicroShape, shares: int) -> tuple[int, Passes]:
+    def _passes(self, samples: SampleCounts, shape: MicroShape, shares: int) -> tuple[int, Passes]:
         """Returns each rank's micro-batches of `samples`, and the tokens of one."""
         if self.counts.fits_rows:
             column_cost = 0.0 if self._ragged else self.plan.model.column_cost

@@ -25,9 +25,9 @@ from work import Work, read_work
 
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.config import Config, config_with, load_config
-from mindgrpo.plan.graph_counts import FUSED, GraphCounts, Launches
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline, StepSeconds, speeds_of
+from mindgrpo.plan.work import FUSED, GraphCounts, Launches
 
 # What the graphs launched and repeated in an earlier state, counted in the same way: rows all of seq_length, 978
 # kernels a token of 28 layers with slow operations, float32 sums, three forward passes on stages before the last,
