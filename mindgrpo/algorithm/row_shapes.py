@@ -1,4 +1,4 @@
-"""Chooses how long a step's rows are, among the few shapes that graphs are compiled for. NumPy only, no clock.
+"""Chooses how long a step's rows are, among the few shapes that graphs are compiled for. Pure.
 
 A choice follows from the samples and the choices before, which are the same on every rank, and so is what is chosen.
 """

@@ -6,7 +6,7 @@ others are estimates, good to a factor of two, until they are measured on the de
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindgrpo.backend.targets import Target
 
@@ -66,16 +66,14 @@ _910B2 = Speeds(
 )
 SPEEDS = {
     "910B2": _910B2,
-    "910B3": Speeds(**{**vars(_910B2), "matmul_tflops": 295.0, "float32_tflops": 74.0}),
-    "910A": Speeds(
-        **{
-            **vars(_910B2),
-            "matmul_tflops": 262.0,
-            "float32_tflops": 65.0,
-            "memory_GB_per_s": 1200.0,
-            "link_GB_per_s": 30.0,
-            "host_link_GB_per_s": 12.5,
-        }
+    "910B3": replace(_910B2, matmul_tflops=295.0, float32_tflops=74.0),
+    "910A": replace(
+        _910B2,
+        matmul_tflops=262.0,
+        float32_tflops=65.0,
+        memory_GB_per_s=1200.0,
+        link_GB_per_s=30.0,
+        host_link_GB_per_s=12.5,
     ),
     # Two cores of an AMD EPYC server, fitted to steps of three models (scripts/bench/roofline.py, docs/plan.md).
     "host": Speeds(
