@@ -39,7 +39,7 @@ KEPT_BY: dict[Kind, int] = {
 def graphs(kind: Kind, **other: object) -> Graphs:
     block = Block(HIDDEN, INNER, HEADS)
     size = 2 if kind == "fused" else 4
-    made = Graphs(kind, block, 6, TOKENS, TOKENS, size, 1 << 20, sums=False)
+    made = Graphs(kind, block, 6, TOKENS, TOKENS, size, 1 << 20, summed=0)
     return replace(made, **other)  # type: ignore[arg-type]
 
 
@@ -99,6 +99,7 @@ def test_logits_beyond_a_chunk_take_no_more_than_a_chunk() -> None:
     assert beyond == sizes[2]
 
 
-def test_sums_over_ranks_are_float32() -> None:
-    alone, summed = (forward_bytes(graphs("fused", sums=one), False) for one in (False, True))
-    assert summed - alone == 2 * TOKENS * HIDDEN * 4
+def test_a_sum_over_ranks_makes_a_result_or_two() -> None:
+    alone, own, exact = (forward_bytes(graphs("fused", summed=n), False) for n in (0, 2, 8))
+    assert own - alone == TOKENS * HIDDEN * 2
+    assert exact - alone == 2 * TOKENS * HIDDEN * 4

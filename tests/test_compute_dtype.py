@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from mindspore import Tensor, nn, ops
 from small_generators import (
     WITH_AVX512,
     by_sample,
@@ -23,6 +25,7 @@ from small_runs import completions, make_inputs, model_bits, rows, run
 from test_update import CONFIG, LAYOUT, SETTINGS, batch
 
 from mindgrpo.algorithm.packing import PackedRollout
+from mindgrpo.backend.contract import AloneGroup
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import NUM_PARTS, Dtype, bits_of, numpy_dtype, resolve_compute_dtype
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
@@ -32,6 +35,7 @@ from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
 from mindgrpo.models.precision import loss_scale
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.plan.run_plan import plan_run
@@ -152,6 +156,45 @@ def test_the_generator_keeps_half_of_the_bytes_and_draws_nearly_the_same(
     assert len(same) > 0.6 * len(found)
     gaps = [np.abs(found[i].logps - expected[i].logps).max() for i in same]
     assert 0 < max(gaps) < 0.5
+
+
+class TwoRanks(AloneGroup):
+    """Two members that have the same: their sum shows in which dtype it is made, of odd integers near 2048."""
+
+    ranks: tuple[int, ...] = (0, 1)
+
+    def __init__(self) -> None:
+        self.index = 0
+
+    def sum_cell(self) -> nn.Cell:
+        return NearlyTwice()
+
+
+class NearlyTwice(nn.Cell):
+    def construct(self, x: Any) -> Any:
+        return (x + 2048.0) - 2048.0 + x
+
+
+class There(nn.Cell):
+    """The sum of x and of its gradient."""
+
+    def __init__(self, in_float32: bool) -> None:
+        super().__init__()
+        self.copy = CopyTo(TwoRanks(), in_float32)
+        self.reduce = ReduceFrom(TwoRanks(), True, in_float32)
+        self.gradient = ops.GradOperation(sens_param=True)
+
+    def construct(self, x: Any) -> Any:
+        return self.reduce(x), self.gradient(self.copy)(x, x)
+
+
+@pytest.mark.parametrize("in_float32", [False, True])
+def test_ranks_of_a_layer_sum_in_the_activations_dtype_or_in_float32(in_float32: bool) -> None:
+    one = np.ones(3, np.float16)
+    for dtype, expected in ((np.float16, 2.0 if in_float32 else 1.0), (np.float32, 2.0)):
+        for total in There(in_float32)(Tensor(one.astype(dtype))):
+            assert total.asnumpy().dtype == dtype
+            np.testing.assert_array_equal(total.asnumpy(), expected)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

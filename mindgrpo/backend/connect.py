@@ -61,6 +61,7 @@ def connect(
     backend = load(target)(environment, runtime)
     backend.matmul_precision = runtime.matmul_precision
     backend.compute_dtype = runtime.compute_dtype
+    backend.sums_in_float32 = runtime.sums_in_float32
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend
@@ -81,6 +82,7 @@ class RuntimeSettings:
     precision_mode: str | None = None
     matmul_precision: MatmulPrecision = "highest"
     compute_dtype: Dtype = "float32"
+    sums_in_float32: bool = False
     flash_attention: bool = False
 
 

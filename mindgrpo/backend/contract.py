@@ -62,7 +62,7 @@ class Group(ABC):
 
     @abstractmethod
     def gather_cell(self) -> nn.Cell:
-        """Makes a cell for graphs: float32 [...] -> [size, ...], member i's at [i], the same on every member."""
+        """Makes a cell for graphs: floats [...] -> [size, ...], member i's at [i], the same on every member."""
 
     @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
@@ -213,6 +213,8 @@ class Backend(ABC):
     matmul_precision: MatmulPrecision = "highest"
     # Of weights in graphs, of activations where the device has kernels for it, and of the generator's cache.
     compute_dtype: Dtype = "float32"
+    # Whether sums over ranks inside graphs are float32 where activations are narrower.
+    sums_in_float32 = False
     # What was asked of the device that it does not have, a sentence each.
     unmet: Sequence[str] = ()
     has_device_profile: bool = False

@@ -23,6 +23,17 @@ class MindSporeSum(nn.Cell):
         return self.call(x)
 
 
+class SumInFloat32(nn.Cell):
+    """The sum `total` of a narrow dtype, added up in float32 and rounded once."""
+
+    def __init__(self, total: nn.Cell) -> None:
+        super().__init__()
+        self.total = total
+
+    def construct(self, x: Any) -> Any:
+        return self.total(x.astype(ms.float32)).astype(x.dtype)
+
+
 class GatherBySum(nn.Cell):
     """A sum of arrays that are zero in the others' places."""
 
@@ -34,7 +45,7 @@ class GatherBySum(nn.Cell):
 
     def construct(self, x: Any) -> Any:
         mask = ops.reshape(self.one_hot, (self.size,) + (1,) * len(x.shape))
-        return self.total(mask * ops.expand_dims(x, 0))
+        return self.total(mask.astype(x.dtype) * ops.expand_dims(x, 0))
 
 
 class ScatterBySum(nn.Cell):

@@ -111,6 +111,10 @@ class Context(Section):
     """dtype of weights in graphs, of activations, of the KV cache and of weight transfers; the optimizer's master
     weights and moments stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else float32 on processors
     and bfloat16 on accelerators"""
+    reduce_dtype: Annotated[Literal["auto", "float32"], BEFORE_TEXT] = "auto"
+    """dtype in which activations and their gradients are summed over the ranks of a layer (model_parallel). float32:
+    more accurate where compute_dtype is narrower, but twice the traffic; auto: the dtype of the activations. Sums of
+    the weights' gradients are always float32"""
     loss_scale: float | None = Field(None, gt=0)
     """loss scale for compute_dtype float16 (gradients are divided by it again), because gradients below 6e-8 underflow
     in float16 and those above 65504 overflow; null: 1024"""

@@ -37,6 +37,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         precision_mode=context.ascend_config.precision_mode,
         matmul_precision=matmul_precision(config),
         compute_dtype=compute_dtype(config),
+        sums_in_float32=config.context.reduce_dtype == "float32",
         flash_attention=flash_attention(config),
     )
 

@@ -11,15 +11,20 @@ import mindspore as ms
 from mindspore import nn, ops
 
 from mindgrpo.backend.contract import Group
+from mindgrpo.backend.group_cells import SumInFloat32
+
+
+def _in_float32(total: nn.Cell, wanted: bool) -> nn.Cell:
+    return SumInFloat32(total) if wanted else total
 
 
 class CopyTo(nn.Cell):
-    """f: the identity, whose gradient is summed over the group, in float32."""
+    """f: the identity, whose gradient is summed over the group, in its own dtype or `in_float32`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, in_float32: bool) -> None:
         super().__init__()
         self.alone = group.size == 1
-        self.total = group.sum_cell()
+        self.total = _in_float32(group.sum_cell(), in_float32)
 
     def construct(self, x: Any) -> Any:
         return x
@@ -27,24 +32,25 @@ class CopyTo(nn.Cell):
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         if self.alone:
             return (dout,)
-        return (self.total(dout.astype(ms.float32)).astype(x.dtype),)
+        return (self.total(dout).astype(x.dtype),)
 
 
 class ReduceFrom(nn.Cell):
-    """g: the sum over the group, in float32, whose gradient is the identity.
+    """g: the sum over the group, in its own dtype or `in_float32`, whose gradient is the identity.
 
     Of a model that is never trained (`is_trained`), last bits may differ between ranks.
     """
 
-    def __init__(self, group: Group, is_trained: bool) -> None:
+    def __init__(self, group: Group, is_trained: bool, in_float32: bool) -> None:
         super().__init__()
         self.alone = group.size == 1
-        self.total = group.sum_cell() if is_trained else group.quick_sum_cell()
+        total = group.sum_cell() if is_trained else group.quick_sum_cell()
+        self.total = _in_float32(total, in_float32)
 
     def construct(self, x: Any) -> Any:
         if self.alone:
             return x
-        return self.total(x.astype(ms.float32)).astype(x.dtype)
+        return self.total(x)
 
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         return (dout,)

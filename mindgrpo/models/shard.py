@@ -128,10 +128,10 @@ class Shard:
         return self._shared_cells[key]
 
     def copy_to_group(self) -> nn.Cell:
-        return self.cell(CopyTo, self.group)
+        return self.cell(CopyTo, self.group, self.backend.sums_in_float32)
 
     def reduce_from_group(self) -> nn.Cell:
-        return self.cell(ReduceFrom, self.group, self.is_trained)
+        return self.cell(ReduceFrom, self.group, self.is_trained, self.backend.sums_in_float32)
 
     def linear(self, key: str) -> nn.Cell:
         """Returns the product with matrix `key` (without bias)."""

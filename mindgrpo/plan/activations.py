@@ -51,8 +51,8 @@ class Block:
 class Graphs:
     """How the rank computes: `tokens` = rows * `row_length` in a micro-batch, activations of `itemsize` bytes.
 
-    `vocabulary` is the rank's share; logits of more than `logits_bytes` in float32 are made in chunks. `sums`: results
-    of layers are added up over ranks.
+    `vocabulary` is the rank's share; logits of more than `logits_bytes` in float32 are made in chunks. A sum over
+    the ranks of a layer makes `summed` bytes per element of a layer's result, 0 where one rank has it all.
     """
 
     kind: Kind
@@ -62,7 +62,7 @@ class Graphs:
     row_length: int
     itemsize: int
     logits_bytes: int
-    sums: bool
+    summed: int
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def forward_bytes(graphs: Graphs, has_head: bool) -> int:
     if graphs.kind == "plain":
         attention = 2 * heads.queries * graphs.row_length * FLOAT + 2 * (heads.width + mixed) * size
         mlp = 5 * block.inner * FLOAT
-    layer = graphs.tokens * (flow + max(attention, mlp) + _summed(graphs))
+    layer = graphs.tokens * (flow + max(attention, mlp) + block.hidden * graphs.summed)
     head = graphs.tokens * block.hidden * size + _head(graphs, False) if has_head else 0
     return max(layer, head) + _mask(graphs)
 
@@ -204,13 +204,9 @@ def _backward(graphs: Graphs) -> int:
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT
     # Attention follows when the MLP's share has been released.
-    return graphs.tokens * (flow + max(mlp, attention - _mlp(graphs)) + _summed(graphs))
-
-
-def _summed(graphs: Graphs) -> int:
-    """Returns the bytes per token of a float32 sum over ranks, and of its copy where activations are narrower."""
-    copies = 1 if graphs.itemsize == FLOAT else 2
-    return copies * graphs.block.hidden * FLOAT if graphs.sums else 0
+    return graphs.tokens * (
+        flow + max(mlp, attention - _mlp(graphs)) + block.hidden * graphs.summed
+    )
 
 
 def _mask(graphs: Graphs) -> int:
@@ -322,6 +318,9 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
     # The processors' kernels have float32 activations whatever weights are.
     on_host = plan.config.context.target == SHARED_MEMORY
     itemsize = FLOAT if on_host else ITEM_BYTES[compute_dtype(plan.config)]
+    # In float32, a narrow result becomes another tensor before its sum.
+    in_float32 = itemsize != FLOAT and plan.config.context.reduce_dtype == "float32"
+    summed = 2 * FLOAT if in_float32 else itemsize
     return Graphs(
         kernel_kind(plan.config),
         block,
@@ -330,7 +329,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         shape.length,
         itemsize,
         LOGITS_BYTES,
-        sums=tp_size > 1,
+        summed=summed if tp_size > 1 else 0,
     )
 
 

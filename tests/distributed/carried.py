@@ -104,11 +104,15 @@ def sum_in_graph(backend: Backend) -> dict[str, Any]:
     everyone = np.sum(draws, axis=0, dtype=np.float64)
     mine = np.sum([draws[rank] for rank in half], axis=0, dtype=np.float64)
     exact = len(half) * 2.0 * everyone + mine
+    # The sums of shared memory are float32.
+    dtypes = [np.float32] if backend.shares_memory else [np.float32, np.float16]
+    sums = [pair for dtype in dtypes for pair in _sums_of_noise(backend, dtype)]
     exact_rows = np.stack([2.0 * everyone[0] + draws[rank][0] for rank in half])
     return {
         "error": float(np.abs(found - exact).max()),
         "largest": float(np.abs(exact).max()),
-        "bits": [zlib.crc32(output.tobytes()) for output in _sums_of_noise(backend)],
+        "bits": [zlib.crc32(total.tobytes()) for total, _ in sums],
+        "noise_errors": [float(np.abs(total - wanted).max()) for total, wanted in sums],
         "gathered": bool((gathered == np.stack([draws[rank] for rank in half])).all()),
         "rows_error": float(np.abs(rows - exact_rows).max()),
     }
@@ -125,9 +129,18 @@ class Both(nn.Cell):
         return total, self.world(many + 0.0 * total[0, 0])
 
 
-def _sums_of_noise(backend: Backend) -> list[np.ndarray]:
-    """Of few elements and of many, a number that no group's size divides."""
-    draw = np.random.RandomState(backend.rank).standard_normal
-    few, many = (Tensor(draw(shape).astype(np.float32)) for shape in ((31, 7), (100_003,)))
-    outputs = backend.graph(Both(backend.world.sum_cell()), "both")(few, many)
-    return [output.asnumpy() for output in outputs]
+def _sums_of_noise(backend: Backend, dtype: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Of few elements and of many, a number that no group's size divides; and what the sums should be."""
+
+    def drawn(rank: int) -> list[np.ndarray]:
+        draw = np.random.RandomState(rank).standard_normal
+        return [draw(shape).astype(dtype) for shape in ((31, 7), (100_003,))]
+
+    wanted = [
+        np.sum(each, axis=0, dtype=np.float64)
+        for each in zip(*map(drawn, range(backend.world_size)), strict=True)
+    ]
+    own = [Tensor(array) for array in drawn(backend.rank)]
+    outputs = backend.graph(Both(backend.world.sum_cell()), "both")(*own)
+    assert all(output.dtype == own[0].dtype for output in outputs)
+    return [(output.asnumpy(), exact) for output, exact in zip(outputs, wanted, strict=True)]

@@ -39,7 +39,7 @@ class DeviceGroup(Group):
         return AgreedSum(scatter, self.gather_cell(), self.size)
 
     def quick_sum_cell(self) -> nn.Cell:
-        return MindSporeSum(self._name)
+        return self._backend.sum_cell(self._name)
 
     def gather_cell(self) -> nn.Cell:
         return self._backend.gather_cell(self._name, self.index, self.size)
@@ -166,6 +166,10 @@ class DeviceBackend(Backend):
         """
         # Of `data`, which is made anew: a Parameter keeps returning the storage that it returned first.
         parameter.data.untyped_storage().resize_(0)
+
+    def sum_cell(self, group: str) -> nn.Cell:
+        """Makes a cell for use inside graphs: the sum over the group; last bits may differ between members."""
+        return MindSporeSum(group)
 
     @abstractmethod
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:

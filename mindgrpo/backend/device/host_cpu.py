@@ -18,7 +18,7 @@ from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype, numpy_dtype
-from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum
+from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum, SumInFloat32
 from mindgrpo.backend.kernels.contract import Kernels
 
 
@@ -63,11 +63,15 @@ class HostCpuBackend(DeviceBackend):
         # MindSpore's own call refuses CPU. Operations are done in order: the last one's result means all.
         mint.zeros((1,)).asnumpy()
 
+    def sum_cell(self, group: str) -> nn.Cell:
+        # MCCL adds no numbers of two bytes.
+        return SumInFloat32(MindSporeSum(group))
+
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
-        return GatherBySum(MindSporeSum(group), index, size)
+        return GatherBySum(self.sum_cell(group), index, size)
 
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
-        return ScatterBySum(MindSporeSum(group), index)
+        return ScatterBySum(self.sum_cell(group), index)
 
     def _transfer(
         self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
