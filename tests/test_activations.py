@@ -55,9 +55,9 @@ def test_each_layer_keeps_the_tensors_that_its_backward_pass_reads(kind: Kind) -
 
 
 @pytest.mark.parametrize("kind", KEPT_BY)
-def test_a_layer_that_is_computed_again_keeps_its_two_inputs(kind: Kind) -> None:
+def test_a_layer_that_is_computed_again_keeps_its_input(kind: Kind) -> None:
     two, five = (update_bytes(graphs(kind), stage(layers, BOTH)).kept for layers in (2, 5))
-    assert five - two == 3 * TOKENS * 2 * HIDDEN * graphs(kind).itemsize
+    assert five - two == 3 * TOKENS * HIDDEN * graphs(kind).itemsize
 
 
 @pytest.mark.parametrize(
@@ -73,22 +73,23 @@ def test_a_module_that_is_computed_again_keeps_nothing_of_its_own(
     assert whole - less == 9 * TOKENS * elements * 4
 
 
-def test_gradients_stay_until_the_last_layer_is_done() -> None:
-    large = [1 << 30] * 3
-    need = update_bytes(
-        graphs("native"), stage(3, gradients=large, head=1 << 29, embedding=1 << 28)
-    )
-    assert need.gradients == 3 * (1 << 30) + (1 << 29) + (1 << 28)
+def test_gradients_of_one_layer_at_a_time_wait_to_be_added() -> None:
+    for large, expected in (((1 << 30, 1 << 31, 1 << 30), 1 << 31), ((0, 0, 0), 1 << 29)):
+        need = update_bytes(
+            graphs("native"), stage(3, gradients=large, head=1 << 29, embedding=1 << 28)
+        )
+        assert need.gradients == expected
 
 
-def test_micro_batches_wait_before_later_stages_as_inputs_alone() -> None:
+def test_micro_batches_wait_before_later_stages_as_the_inputs_of_layers() -> None:
     flow = TOKENS * HIDDEN * 4
-    first = stage(1, waiting=4, head=None)
-    middle = stage(1, waiting=3, head=None, embedding=None)
-    last = stage(1, waiting=1, embedding=None)
-    waiting = [update_bytes(graphs("native"), one).waiting for one in (first, middle, last)]
-    # A result that goes on and its gradient, beside inputs other than the present one.
-    assert waiting == [2 * flow, 2 * flow + 2 * flow, 0]
+    first = stage(5, waiting=4, head=None)
+    middle = stage(5, waiting=3, head=None, embedding=None)
+    last = stage(5, waiting=1, embedding=None)
+    needs = [update_bytes(graphs("native"), one) for one in (first, middle, last)]
+    # A result that goes on and its gradient, beside those of other micro-batches than the present one.
+    assert [need.waiting for need in needs] == [(3 * 5 + 2) * flow, (2 * 5 + 2) * flow, 0]
+    assert [need.kept for need in needs[:2]] == [5 * flow] * 2
 
 
 def test_logits_beyond_a_chunk_take_no_more_than_a_chunk() -> None:

@@ -10,21 +10,23 @@ import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from small_generators import WITH_AVX512
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.models.decoder import Recompute, Stage
+from mindgrpo.models.decoder import Recompute, Stage, StageForward
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.training.stage_graphs import LayersBackward, StageBackward, Trained
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -43,36 +45,45 @@ QKV, GATE_UP = f"({TOKENS}, 64)", f"({TOKENS}, 80)"
 
 
 class Backward(nn.Cell):
-    def __init__(self, stage: Stage, parameters: list[object]) -> None:
+    """What LossStep does between the embedding and the head."""
+
+    def __init__(self, stage: Stage, trained: Trained) -> None:
         super().__init__()
         self.stage = stage
-        self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
-        self.parameters_of_stage = ms.ParameterTuple(parameters)
+        self.backward = LayersBackward(stage, range(NUM_LAYERS), trained, stage.recomputed)
 
-    def construct(self, x: object, positions: object, spans: object, dy: object) -> object:
-        y = self.stage(x, positions, spans)
-        return y, self.gradient(self.stage, self.parameters_of_stage)(x, positions, spans, dy)
+    def construct(self, x: Any, dy: Any, positions: Any, spans: Any) -> Any:
+        contexts = self.stage.contexts((positions, spans))
+        flows = self.stage.flows(x, contexts)
+        return flows[-1], self.backward(x, flows, contexts, dy)
 
 
 # Products in float32, and of bfloat16 factors.
 PARTS = [None, pytest.param(1, marks=WITH_AVX512)]
 
 
-def products(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[str, int]:
-    """How often the compiled backward pass makes a product of each shape."""
+def stage_of(recompute: Recompute, num_parts: int | None = None) -> tuple[Stage, Trained]:
     config = decoder_config(RAW, "here")
     layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     backend = CpuBackend({}, num_parts=num_parts)
-    weights = Weights(layout, 0, backend)
+    weights, gradients = Weights(layout, 0, backend), Weights(layout, 0, backend, "gradient")
     fill_random(weights, seed=1)
     shard = Shard(config, weights, backend)
-    cell = Backward(Stage(shard, TOKENS, recompute), list(shard.parameters.values()))
-    tokens = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
-    spans = Tensor(np.zeros((1, TOKENS, 3), np.int32))
-    dy = Tensor(np.ones((TOKENS, 32), np.float32))
+    return Stage(shard, TOKENS, recompute), Trained(weights.parameters, gradients.parameters)
+
+
+TOKEN_IDS = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
+SPANS = Tensor(np.zeros((1, TOKENS, 3), np.int32))
+DY = Tensor(np.ones((TOKENS, 32), np.float32))
+
+
+def products(
+    cell: nn.Cell, folder: Path, *inputs: Tensor, num_parts: int | None = None
+) -> dict[str, int]:
+    """How often the compiled graph makes a product of each shape."""
     ms.set_context(save_graphs=1, save_graphs_path=str(folder))
     try:
-        cell(tokens, tokens, spans, dy)
+        cell(*inputs)
     finally:
         ms.set_context(save_graphs=0)
     (last,) = folder.glob("*_validate_*.ir")
@@ -83,10 +94,15 @@ def products(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[
     return {shape: shapes.count(shape) for shape in (QKV, GATE_UP)}
 
 
+def of_a_backward_pass(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[str, int]:
+    cell = Backward(*stage_of(recompute, num_parts))
+    return products(cell, folder, TOKEN_IDS, DY, TOKEN_IDS, SPANS, num_parts=num_parts)
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], dict[str, int]]:
     def of(num_parts: int | None) -> dict[str, int]:
-        return products(Recompute(), tmp_path_factory.mktemp("kept"), num_parts)
+        return of_a_backward_pass(Recompute(), tmp_path_factory.mktemp("kept"), num_parts)
 
     return cache(of)
 
@@ -110,9 +126,24 @@ def test_what_was_asked_for_and_nothing_else_is_computed_again(
     num_parts: int | None,
 ) -> None:
     config = RecomputeConfig.model_validate(settings)
-    found = products(Recompute(config.modules, config.every), tmp_path, num_parts)
+    found = of_a_backward_pass(Recompute(config.modules, config.every), tmp_path, num_parts)
     before = kept(num_parts)
+    assert before == {QKV: NUM_LAYERS, GATE_UP: NUM_LAYERS}
     assert (found[QKV] - before[QKV], found[GATE_UP] - before[GATE_UP]) == again
+
+
+def test_a_stage_that_hands_its_layers_inputs_to_its_backward_pass_computes_them_once_more(
+    tmp_path: Path,
+) -> None:
+    stage, trained = stage_of(Recompute())
+    forward = StageForward(stage)
+    once = products(forward, tmp_path / "forward", TOKEN_IDS, TOKEN_IDS, SPANS)
+    assert once == {QKV: NUM_LAYERS, GATE_UP: NUM_LAYERS}
+    _, *flows = forward(TOKEN_IDS, TOKEN_IDS, SPANS)
+    assert len(flows) == NUM_LAYERS
+    backward = StageBackward(stage, range(NUM_LAYERS), trained)
+    again = products(backward, tmp_path / "backward", TOKEN_IDS, DY, TOKEN_IDS, SPANS, *flows)
+    assert again == once
 
 
 @pytest.mark.parametrize(

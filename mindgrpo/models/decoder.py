@@ -61,11 +61,13 @@ class Recompute:
         """Returns whether layer `index`, from 0 over the whole model, is one of these."""
         return bool(self.modules) and index % self.every == 0
 
+    def whole_layer(self, index: int) -> bool:
+        """Tells whether all of layer `index` is computed again."""
+        return self.applies_to(index) and self.modules == {"attention", "mlp"}
+
     def apply(self, layer: Any, index: int) -> None:
-        if not self.applies_to(index):
-            return
-        if self.modules == {"attention", "mlp"}:
-            layer.recompute()
+        """Marks the parts of a layer that are computed again; whole ones are gradient graphs' to compute again."""
+        if not self.applies_to(index) or self.whole_layer(index):
             return
         for module in sorted(self.modules):
             getattr(layer, module).recompute()
@@ -155,10 +157,11 @@ def feed_forward(shard: Shard, index: int) -> nn.Cell:
 class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
-    A stage's first layer has nothing to add and ignores `added`. `attend` and `context` as in attention.py.
+    A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
+    `context` as in attention.py.
     """
 
-    def __init__(self, shard: Shard, index: int, attend: nn.Cell) -> None:
+    def __init__(self, shard: Shard, index: int, attend: nn.Cell, gets_sum: bool = False) -> None:
         super().__init__()
         prefix, norms = f"model.layers.{index}.", shard.config.family.norms
 
@@ -168,7 +171,7 @@ class Layer(nn.Cell):
         def norm(name: str | None) -> nn.Cell:
             return shard.cell(Same) if name is None else Norm(shard, f"{prefix}{name}.weight")
 
-        self.is_entry = index == shard.layers.start
+        self.is_entry = gets_sum or index == shard.layers.start
         self.attention_in = (
             norm(norms.attention_in) if self.is_entry else AddNorm(shard, key(norms.attention_in))
         )
@@ -185,6 +188,18 @@ class Layer(nn.Cell):
             x, normed = self.attention_in(x, added)
         x, normed = self.mlp_in(x, self.attention_out(self.attention(normed, context)))
         return x, self.mlp_out(self.mlp(normed))
+
+
+class SummedLayer(nn.Cell):
+    """(x_NH, context) -> x_NH: one flow between layers, so that a layer that is computed again keeps one tensor."""
+
+    def __init__(self, layer: Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def construct(self, x: Any, context: Any) -> Any:
+        x, added = self.layer(x, x, context)
+        return x + added
 
 
 class Rotary:
@@ -218,9 +233,11 @@ class Stage(nn.Cell):
         for index, kind in zip(shard.layers, rotary.of_layer, strict=True):
             of_layer = sharing.within(recompute.applies_to(index))
             attend = of_layer.cell(rotary.attention, kernels, heads, kind)
-            layers.append(Layer(of_layer, index, attend))
-            recompute.apply(layers[-1], index)
+            layer = Layer(of_layer, index, attend, gets_sum=True)
+            recompute.apply(layer, index)
+            layers.append(SummedLayer(layer))
         self.layers = nn.CellList(layers)
+        self.recomputed = tuple(recompute.whole_layer(index) for index in shard.layers)
 
     def construct(self, x: Any, *inputs: Any) -> Any:
         return self.compute(x, inputs)
@@ -230,16 +247,44 @@ class Stage(nn.Cell):
 
         MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
         """
+        return self.flows(x, self.contexts(inputs))[-1]
+
+    def contexts(self, inputs: Any) -> Any:
+        """Makes each layer's context of StageInputs."""
         positions, spans = inputs
-        contexts = []
+        tables = []
         for rope_and_mask in self.rope_and_masks:
-            contexts.append(rope_and_mask(positions, spans))
+            tables.append(rope_and_mask(positions, spans))
+        contexts = []
+        for table in self.rotary_of:
+            contexts.append(tables[table])
+        return contexts
+
+    def flows(self, x: Any, contexts: Any) -> Any:
+        """Returns what each layer gets, and then what the last one gives, x_NH each."""
         if self.is_first:
             x = self.embed(x.reshape(-1))
-        added = x
+        flows = [x]
         for i in range(len(self.layers)):
-            x, added = self.layers[i](x, added, contexts[self.rotary_of[i]])
-        return x + added
+            x = self.layers[i](x, contexts[i])
+            flows.append(x)
+        return flows
+
+
+class StageForward(nn.Cell):
+    """A stage that is not the last and is trained: as Stage -> (x_NH, what its layers but the first got, x_NH each).
+
+    The first stage has token ids for x, and also returns what its first layer got.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+        self.first_kept = 0 if stage.is_first else 1
+
+    def construct(self, x: Any, *inputs: Any) -> Any:
+        flows = self.stage.flows(x, self.stage.contexts(inputs))
+        return (flows[-1], *flows[self.first_kept : -1])
 
 
 class Head(nn.Cell):
@@ -287,8 +332,12 @@ class LogProbStage(nn.Cell):
 
     def compute(self, x: Any, inputs: Any) -> Any:
         """Computes the same from (*StageInputs, *HeadInputs) as one tuple, like Stage."""
-        picks, labels = inputs[self.of_stage :]
-        picked = self.pick(picks, self.stage.compute(x, inputs[: self.of_stage]))
+        return self.head(self.stage.compute(x, inputs[: self.of_stage]), inputs[self.of_stage :])
+
+    def head(self, x: Any, inputs: Any) -> Any:
+        """Computes what follows the layers: (x_NH, HeadInputs as one tuple) -> (log p [M], entropy [M])."""
+        picks, labels = inputs
+        picked = self.pick(picks, x)
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)
 
 

@@ -20,6 +20,7 @@ from mindgrpo.models.decoder import (
     LogProbStage,
     Recompute,
     Stage,
+    StageForward,
     StageInputs,
     tensors_of,
 )
@@ -31,7 +32,8 @@ class ForwardPipeline:
     """Forward passes of `shard`'s stage over micro-batches of at most `widest`; positions stay below `num_positions`.
 
     `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`.
-    `forward` is the stage's compiled graph, `net` the stage with the head on the last stage, None on the others.
+    `forward` is the stage's compiled graph, `net` the stage with the head on the last stage, None on the others. With
+    `keeps_flows`, stages that are not the last also return what their layers get, for a backward pass.
     """
 
     def __init__(
@@ -43,17 +45,21 @@ class ForwardPipeline:
         num_positions: int,
         temperature: float,
         recompute: Recompute = KEEP_ALL,
+        keeps_flows: bool = False,
     ) -> None:
         mesh = shard.weights.layout.mesh
         rank = shard.weights.rank
         self.shard = shard
         self.shapes = shape_choice(shard, backend, widest)
         self.progress = partial(backend.health.progress, "micro-batches")
-        self.stage = Stage(shard, num_positions, recompute)
+        # What a stage keeps for later it computes once more in any case.
+        again = recompute if shard.is_last else KEEP_ALL
+        self.stage = Stage(shard, num_positions, again)
         self.net = None
         if shard.is_last:
             self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
-        self.forward = backend.graph(self.net or self.stage, f"{name} forward")
+        own = StageForward(self.stage) if keeps_flows else self.stage
+        self.forward = backend.graph(self.net or own, f"{name} forward")
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
@@ -69,6 +75,12 @@ class ForwardPipeline:
         """Returns the shape of what passes between stages of a micro-batch."""
         return num_tokens, self.shard.config.hidden_size
 
+    def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Returns the result of a stage that is not the last, and what its layers got where `keeps_flows`."""
+        made = self.forward(x, *inputs)
+        y, *flows = made if isinstance(made, tuple) else (made,)
+        return y, flows
+
     def log_probs(
         self, batches: Sequence[MicroBatch]
     ) -> list[tuple[np.ndarray, np.ndarray]] | None:
@@ -83,7 +95,7 @@ class ForwardPipeline:
                 x = self.links["previous"].exchange(None, self.activations(batch.tokens.size))
             inputs = tensors_of(StageInputs, batch)
             if self.net is None:
-                self.links["next"].exchange(self.forward(x, *inputs), receives=None)
+                self.links["next"].exchange(self.forward_flows(x, inputs)[0], receives=None)
                 continue
             logp, entropy = self.forward(x, *inputs, *tensors_of(HeadInputs, batch))
             results.append((logp.asnumpy(), entropy.asnumpy()))

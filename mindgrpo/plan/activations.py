@@ -1,7 +1,7 @@
 """Computes what a rank's graphs hold beside its pools, by phase, from the configuration and the model's shapes. Pure.
 
 The formulas follow what the cells of models/ keep, as scripts/bench/activations.py measures it. In an update graph a
-layer's gradients stay until the graph ends, where they are added to the pool's.
+layer's gradients are added to the pool's before the layer below begins.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mindgrpo.plan.run_plan import RunPlan
 # Kernels of the processor; fused operations of a device; MindSpore's own operations, which keep whole score matrices.
 Kind = Literal["native", "fused", "plain"]
 FLOAT = ITEM_BYTES["float32"]
+WHOLE_LAYER = frozenset(("attention", "mlp"))
 # What flash attention keeps of each query's softmax: its maximum and its sum, eight float32 each.
 SOFTMAX_STATE = 2 * 8 * FLOAT
 # float32 tensors of logits at once, beside the logits: in the loss's forward pass, and in its backward pass.
@@ -69,8 +70,9 @@ class Graphs:
 class StageLayers:
     """A stage's layers: what is recomputed of each ("attention", "mlp"), and its float32 gradients in bytes.
 
-    At most `waiting` micro-batches are in flight in the stage. `embedding` and `head` are the bytes of their
-    gradients, None where another stage has them.
+    At most `waiting` micro-batches are in flight in the stage; where it has no head, they keep what each layer gets,
+    and layers are computed again from that. `embedding` and `head` are the bytes of their gradients, None where
+    another stage has them.
     """
 
     recomputed: Sequence[frozenset[str]]
@@ -83,7 +85,7 @@ class StageLayers:
 @dataclass(frozen=True)
 class UpdateBytes:
     """Bytes at the moment that needs most: `kept` for the backward pass, `working` space of one layer or of the head,
-    transient `gradients`, and `waiting` micro-batches between stages."""
+    its `gradients`, and `waiting` micro-batches between stages."""
 
     kept: int
     working: int
@@ -97,29 +99,26 @@ class UpdateBytes:
 
 def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
     """Computes what a stage's forward and backward pass over one micro-batch need."""
-    kept = [_kept(graphs, index, again) for index, again in enumerate(stage.recomputed)]
-    constant = _mask(graphs)
     flow = graphs.tokens * graphs.block.hidden * graphs.itemsize
-    # The first stage's micro-batches are token ids; others hand on what they made and wait for its gradient.
-    waiting = 0 if stage.embedding is not None else (stage.waiting - 1) * flow
-    waiting += 2 * flow if stage.head is None else 0
+    recomputed, waiting = stage.recomputed, 0
+    if stage.head is None:
+        recomputed = [WHOLE_LAYER] * len(stage.recomputed)
+        # What the layers get of the others, the stage's own result and its gradient.
+        waiting = (stage.waiting - 1) * len(recomputed) * flow + 2 * flow
+    kept = [_kept(graphs, again) for again in recomputed]
+    constant = _mask(graphs)
     moments = []
     if stage.head is not None:
         head = flow + _head(graphs, with_gradient=True)
         # The table's gradient is a sum over chunks.
-        table = 2 * stage.head if _chunk_rows(graphs) < graphs.tokens else 0
+        table = (2 if _chunk_rows(graphs) < graphs.tokens else 1) * stage.head
         moments.append(UpdateBytes(sum(kept) + constant, head, table, waiting))
-    gradients = stage.head or 0
-    for last in reversed(range(len(kept))):
-        again, largest = stage.recomputed[last], stage.gradients[last] // 3
-        working = _recomputed(graphs, again) + _backward(graphs) + largest
-        # The layer below is computed again while this one's gradients of weights are made.
-        if again and last:
-            working += _products(graphs)
-        done = gradients + sum(stage.gradients[last + 1 :])
-        moments.append(UpdateBytes(sum(kept[: last + 1]) + constant, working, done, waiting))
-    everything = gradients + sum(stage.gradients) + (stage.embedding or 0)
-    moments.append(UpdateBytes(constant, 2 * flow, everything, waiting))
+    for last, again in enumerate(recomputed):
+        working = _recomputed(graphs, again) + _backward(graphs)
+        # Results of a graph before, what layers above got is there until this one ends.
+        own = sum(kept if stage.head is None else kept[: last + 1])
+        moments.append(UpdateBytes(own + constant, working, stage.gradients[last], waiting))
+    moments.append(UpdateBytes(constant, 2 * flow, stage.embedding or 0, waiting))
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -138,17 +137,15 @@ def forward_bytes(graphs: Graphs, has_head: bool) -> int:
     return max(layer, head) + _mask(graphs)
 
 
-def _kept(graphs: Graphs, index: int, again: frozenset[str]) -> int:
-    """Returns the bytes that layer `index` of a stage keeps from its forward to its backward pass."""
-    if again == {"attention", "mlp"}:
-        return graphs.tokens * graphs.block.hidden * graphs.itemsize * (1 if index == 0 else 2)
-    return graphs.tokens * _norms(graphs) + _modules(
-        graphs, frozenset(("attention", "mlp")) - again
-    )
+def _kept(graphs: Graphs, again: frozenset[str]) -> int:
+    """Returns the bytes that a layer keeps from its forward to its backward pass."""
+    if again == WHOLE_LAYER:
+        return graphs.tokens * graphs.block.hidden * graphs.itemsize
+    return graphs.tokens * _norms(graphs) + _modules(graphs, WHOLE_LAYER - again)
 
 
 def _recomputed(graphs: Graphs, again: frozenset[str]) -> int:
-    norms = graphs.tokens * _norms(graphs) if again == {"attention", "mlp"} else 0
+    norms = graphs.tokens * _norms(graphs) if again == WHOLE_LAYER else 0
     return norms + _modules(graphs, again)
 
 
@@ -187,12 +184,6 @@ def _mlp(graphs: Graphs) -> int:
     if graphs.kind != "plain" and block.is_silu:
         return 3 * block.inner * size
     return block.inner * (4 * FLOAT + size)
-
-
-def _products(graphs: Graphs) -> int:
-    """Returns the bytes from which the gradients of a layer's MLP are made while the layer below begins."""
-    block = graphs.block
-    return graphs.tokens * (3 * block.inner + block.hidden) * graphs.itemsize
 
 
 def _backward(graphs: Graphs) -> int:
@@ -287,7 +278,7 @@ def activation_bytes(plan: RunPlan) -> Mapping[str, int]:
     update = graphs_of(plan, plan.train, update_shape(plan.config, ragged))
     by_phase = {
         "rollout": _rollout_bytes(plan),
-        "old_logps": _forward_bytes(plan.train, update),
+        "old_logps": _forward_bytes(plan.train, update, keeps_flows=True),
         "update": update_need(plan).total,
     }
     if plan.reference is not None:
@@ -333,11 +324,17 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
     )
 
 
-def _forward_bytes(layout: Layout, graphs: Graphs) -> int:
-    """Computes the bytes of a last stage, with the activations that it receives and sends."""
+def _forward_bytes(layout: Layout, graphs: Graphs, keeps_flows: bool = False) -> int:
+    """Computes the bytes of the stage that needs most, with the activations that it receives and sends.
+
+    With `keeps_flows`, stages that are not the last also return what their layers got.
+    """
     flow = graphs.tokens * graphs.block.hidden * graphs.itemsize
-    between = 2 * flow if len(layout.stage_layers) > 1 else 0
-    return forward_bytes(graphs, has_head=True) + between
+    last = forward_bytes(graphs, has_head=True)
+    if len(layout.stage_layers) == 1:
+        return last
+    kept = max(sum(map(len, chunks)) for chunks in layout.stage_layers[:-1]) if keeps_flows else 0
+    return max(last, forward_bytes(graphs, has_head=False) + kept * flow) + 2 * flow
 
 
 def _stage_layers(plan: RunPlan, stage: int) -> StageLayers:

@@ -53,8 +53,10 @@ class _StageRun:
         self._pipeline, self._batches = pipeline, batches
         self._backward, self._loss_inputs = backward, loss_inputs
         self.results: dict[int, Predictions] = {}
-        # Activations that came and the gradients that go back for them; activations that go on and theirs.
+        # Activations that came, what layers made of them and the gradients that go back; activations that go on and
+        # their gradients.
         self._inputs: dict[int, Any] = {}
+        self._flows: dict[int, list[Any]] = {}
         self._input_gradients: dict[int, Any] = {}
         self._outputs: dict[int, Any] = {}
         self._output_gradients: dict[int, Any] = {}
@@ -76,12 +78,14 @@ class _StageRun:
             self._inputs[i] = Tensor(self._batches[i].tokens)
         # The last stage's forward pass is part of its backward graph.
         if self._pipeline.net is None:
-            self._outputs[i] = self._pipeline.forward(self._inputs[i], *self._stage_inputs(i))
+            x, inputs = self._inputs[i], self._stage_inputs(i)
+            self._outputs[i], self._flows[i] = self._pipeline.forward_flows(x, inputs)
 
     def backward(self, i: int) -> None:
         x = self._inputs.pop(i)
         if self._pipeline.net is None:
-            dx = self._backward(x, self._output_gradients.pop(i), *self._stage_inputs(i))
+            dy = self._output_gradients.pop(i)
+            dx = self._backward(x, dy, *self._stage_inputs(i), *self._flows.pop(i))
         else:
             head = tensors_of(HeadInputs, self._batches[i])
             numbers = tensors_of(LossInputs, self._loss_inputs[i])

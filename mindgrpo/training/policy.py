@@ -18,7 +18,7 @@ from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import Predictions, forward_backward
-from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward
+from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.local_weights import Weights, round_into
 
 
@@ -72,6 +72,7 @@ class Policy:
             settings.num_positions,
             settings.temperature,
             settings.recompute,
+            keeps_flows=True,
         )
         # Of the backward graphs; those of the forward passes are the pipeline's.
         self.shapes = shape_choice(self.shard, backend, settings.shape)
@@ -108,16 +109,14 @@ class Policy:
     def _backward_graph(self, has_old: bool) -> Any:
         """Returns the stage's backward; only the last stage's differs by whether old log-probs are given."""
         if has_old not in self._backward:
-            trained = self.shard.adapter_parameters if self.adapters else self.shard.parameters
-            parameters = list(trained.values())
-            accumulators = list(self.gradients.parameters.values())
-            net = self.pipeline.net
+            parameters = self.trained.parameters
+            trained = Trained(parameters, self.gradients.parameters, self.settings.loss_scale)
+            net, shard = self.pipeline.net, self.shard
             if net is not None:
                 loss = PolicyLoss(self.settings.loss_config, has_old)
-                cell = LossStep(net, loss, parameters, accumulators, self.settings.loss_scale)
+                cell = LossStep(net, shard.layers, shard.head_key, loss, trained)
             else:
-                scale = self.settings.loss_scale
-                cell = StageBackward(self.pipeline.stage, parameters, accumulators, scale)
+                cell = StageBackward(self.pipeline.stage, shard.layers, trained)
             self._backward[has_old] = self.backend.graph(cell, "policy backward")
         return self._backward[has_old]
 

@@ -6,13 +6,15 @@ algorithm/losses.py computes the same losses in numpy, and a test compares the t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs
+from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs, SummedLayer
 
 
 class LossInputs(NamedTuple):
@@ -88,46 +90,118 @@ class PolicyLoss(nn.Cell):
         return (terms * weights).sum()
 
 
-def _float32(gradient: Any, unscaled: float) -> Any:
-    gradient = gradient.astype(ms.float32)
-    if unscaled != 1.0:
-        gradient = gradient * unscaled
-    return gradient
+@dataclass(frozen=True)
+class Trained:
+    """Parameters by stored key, and the accumulators of their gradients, which arrive `scale` times as large."""
+
+    parameters: Mapping[str, Any]
+    accumulators: Mapping[str, Any]
+    scale: float = 1.0
+
+    def among(self, belongs: Callable[[str], bool]) -> Trained:
+        """Returns those whose keys belong."""
+        keys = [key for key in self.parameters if belongs(key)]
+        parameters, accumulators = (
+            {key: each[key] for key in keys} for each in (self.parameters, self.accumulators)
+        )
+        return Trained(parameters, accumulators, self.scale)
+
+    def of_layer(self, index: int) -> Trained:
+        return self.among(lambda key: key.startswith(f"model.layers.{index}."))
+
+    def of_embedding(self) -> Trained:
+        return self.among(lambda key: key.startswith("model.embed_tokens."))
+
+    def of_head(self, table: str) -> Trained:
+        """Returns those of the last norm and of the head, whose table has this key."""
+        return self.among(lambda key: key == table or key.startswith("model.norm."))
 
 
-class StageBackward(nn.Cell):
-    """(x, dy, *StageInputs) -> dx, of a stage that is not the last; adds its gradients to `accumulators`.
+class _Add(nn.Cell):
+    """(x, gradients) -> x, which waits until these have been added: then their memory is free for what follows."""
 
-    The forward pass is done again inside, so nothing but x is kept between the two. The first stage's x is token ids
-    and has no gradient: what it returns is of no use. dy and dx are `scale` times the gradients, as in LossStep.
+    def __init__(self, trained: Trained) -> None:
+        super().__init__()
+        self.unscaled = 1.0 / trained.scale
+        self.accumulators = ms.ParameterTuple(list(trained.accumulators.values()))
+
+    def construct(self, x: Any, gradients: Any) -> Any:
+        for i in range(len(self.accumulators)):
+            gradient = gradients[i].astype(ms.float32)
+            if self.unscaled != 1.0:
+                gradient = gradient * self.unscaled
+            x = ops.depend(x, ops.assign_add(self.accumulators[i], gradient))
+        return x
+
+
+class _LayerBackward(nn.Cell):
+    """(x_NH, context, dy) -> dx of a layer; adds the gradients of its parameters."""
+
+    def __init__(self, layer: SummedLayer, trained: Trained) -> None:
+        super().__init__()
+        self.layer, self.add = layer, _Add(trained)
+        self.parameters_of_layer = ms.ParameterTuple(list(trained.parameters.values()))
+        self.gradient = ops.GradOperation(get_all=True, get_by_list=True, sens_param=True)
+
+    def construct(self, x: Any, context: Any, dy: Any) -> Any:
+        of_inputs, gradients = self.gradient(self.layer, self.parameters_of_layer)(x, context, dy)
+        return self.add(of_inputs[0], gradients)
+
+
+class LayersBackward(nn.Cell):
+    """(x, flows, contexts, dy) -> dx, from a stage's last layer to its first; x and `flows` as of Stage.flows.
+
+    A layer's own forward pass is in the graph already, or is computed again (`recomputed`) when the layer above is
+    done. The first stage's x is token ids and has no gradient: dx is of no use.
     """
 
     def __init__(
-        self, stage: Stage, parameters: list[Any], accumulators: list[Any], scale: float = 1.0
+        self, stage: Stage, layers: range, trained: Trained, recomputed: Sequence[bool]
     ) -> None:
         super().__init__()
-        self.unscaled = 1.0 / scale
-        self.stage = stage
-        self.is_first = stage.is_first
-        self.parameters_of_stage = ms.ParameterTuple(parameters)
-        self.accumulators = ms.ParameterTuple(accumulators)
-        self.gradient = ops.GradOperation(
-            get_all=not stage.is_first, get_by_list=True, sens_param=True
+        self.recomputed = tuple(recomputed)
+        pairs = zip(stage.layers, layers, strict=True)
+        self.layers = nn.CellList(
+            [_LayerBackward(layer, trained.of_layer(index)) for layer, index in pairs]
         )
+        embedding = trained.of_embedding()
+        self.trains_embedding = stage.is_first and bool(embedding.parameters)
+        if self.trains_embedding:
+            self.embed, self.add = stage.embed, _Add(embedding)
+            self.table = ms.ParameterTuple(list(embedding.parameters.values()))
+            self.gradient = ops.GradOperation(get_by_list=True, sens_param=True)
 
-    def forward(self, x: Any, inputs: Any) -> Any:
-        return self.stage.compute(x, inputs)
+    def construct(self, x: Any, flows: Any, contexts: Any, dy: Any) -> Any:
+        for reverse in range(len(self.layers)):
+            i = len(self.layers) - 1 - reverse
+            flow = flows[i]
+            if self.recomputed[i]:
+                flow = ops.depend(flow, dy)
+            dy = self.layers[i](flow, contexts[i], dy)
+        if self.trains_embedding:
+            dy = self.add(dy, self.gradient(self.embed, self.table)(x.reshape(-1), dy))
+        return dy
+
+
+class StageBackward(nn.Cell):
+    """(x, dy, *StageInputs, *what StageForward returned beside its result) -> dx, of a stage that is not the last.
+
+    Each layer is computed once more, from what it got. Adds the gradients of `trained`; dy and dx are `scale` times the
+    gradients, as in LossStep.
+    """
+
+    def __init__(self, stage: Stage, layers: range, trained: Trained) -> None:
+        super().__init__()
+        self.stage, self.of_stage = stage, len(StageInputs._fields)
+        self.is_first = stage.is_first
+        self.backward = LayersBackward(stage, layers, trained, [True] * len(layers))
 
     def construct(self, x: Any, dy: Any, *inputs: Any) -> Any:
-        # As one tuple: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
-        grads = self.gradient(self.forward, self.parameters_of_stage)(x, inputs, dy)
-        dx = x
+        flows = inputs[self.of_stage :]
         if not self.is_first:
-            of_inputs, grads = grads
-            dx = of_inputs[0]
-        for i in range(len(self.accumulators)):
-            ops.assign_add(self.accumulators[i], _float32(grads[i], self.unscaled))
-        return dx
+            flows = (x, *flows)
+        contexts = self.stage.contexts(inputs[: self.of_stage])
+        return self.backward(x, flows, contexts, dy)
 
 
 class LossStep(nn.Cell):
@@ -138,36 +212,32 @@ class LossStep(nn.Cell):
     """
 
     def __init__(
-        self,
-        net: LogProbStage,
-        loss: PolicyLoss,
-        parameters: list[Any],
-        accumulators: list[Any],
-        scale: float = 1.0,
+        self, net: LogProbStage, layers: range, head_table: str, loss: PolicyLoss, trained: Trained
     ) -> None:
         super().__init__()
-        self.scale, self.unscaled = scale, 1.0 / scale
-        self.net, self.of_net = net, len(StageInputs._fields) + len(HeadInputs._fields)
-        self.loss = loss
-        self.only_stage = net.stage.is_first
-        self.accumulators = ms.ParameterTuple(accumulators)
-        position = None if self.only_stage else 0
-        self.gradient = ms.value_and_grad(
-            self.forward, position, ms.ParameterTuple(parameters), has_aux=True
-        )
+        self.scale = trained.scale
+        self.net, self.loss = net, loss
+        self.of_stage, self.of_head = len(StageInputs._fields), len(HeadInputs._fields)
+        head = trained.of_head(head_table)
+        self.trains_head, self.add = bool(head.parameters), _Add(head)
+        weights = ms.ParameterTuple(list(head.parameters.values())) if self.trains_head else None
+        self.gradient = ms.value_and_grad(self.from_layers, 0, weights, has_aux=True)
+        self.backward = LayersBackward(net.stage, layers, trained, net.stage.recomputed)
 
-    def forward(self, x: Any, inputs: Any) -> Any:
-        logp, entropy = self.net.compute(x, inputs[: self.of_net])
-        loss = self.loss.compute(logp, entropy, inputs[self.of_net :])
+    def from_layers(self, x: Any, inputs: Any) -> Any:
+        logp, entropy = self.net.head(x, inputs[: self.of_head])
+        loss = self.loss.compute(logp, entropy, inputs[self.of_head :])
         if self.scale != 1.0:
             return loss * self.scale, loss, logp, entropy
         return loss, loss, logp, entropy
 
     def construct(self, x: Any, *inputs: Any) -> Any:
-        values, grads = self.gradient(x, inputs)
-        dx = values[0]
-        if not self.only_stage:
-            dx, grads = grads
-        for i in range(len(self.accumulators)):
-            ops.assign_add(self.accumulators[i], _float32(grads[i], self.unscaled))
+        # As tuples: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
+        contexts = self.net.stage.contexts(inputs[: self.of_stage])
+        flows = self.net.stage.flows(x, contexts)
+        values, dy = self.gradient(flows[-1], inputs[self.of_stage :])
+        if self.trains_head:
+            dy, gradients = dy
+            dy = self.add(dy, gradients)
+        dx = self.backward(x, flows, contexts, dy)
         return values[1], values[2], values[3], dx
