@@ -64,9 +64,16 @@ def flash_attention_score(
     input_layout="BSH",
     sparse_mode=0,
 ):
-    """`sparse_mode` 1: the whole mask, [B, 1, S1, S2] or [S1, S2], True is discarded; the band is not looked at."""
-    if input_layout != "BSH" or sparse_mode != 1 or keep_prob != 1.0:
-        raise ValueError("the double takes layout BSH and sparse_mode 1, without dropout")
+    """`sparse_mode` 1: the whole mask, [B, 1, S1, S2] or [S1, S2], True is discarded; the band is not looked at.
+
+    2: causal from the first column on, whose mask is a triangle [2048, 2048].
+    """
+    if input_layout != "BSH" or sparse_mode not in (1, 2) or keep_prob != 1.0:
+        raise ValueError("the double takes layout BSH and sparse_mode 1 or 2, without dropout")
+    if sparse_mode == 2:
+        if tuple(attn_mask.shape) != (2048, 2048):
+            raise ValueError("a compressed mask is [2048, 2048]")
+        attn_mask = attn_mask[: query.shape[1], : key.shape[1]]
     kv = key.shape[2] // (query.shape[2] // head_num)
     return mixed(query, key, value, attn_mask, scalar_value, input_layout, (head_num, kv))
 

@@ -100,6 +100,14 @@ def test_logits_beyond_a_chunk_take_no_more_than_a_chunk() -> None:
     assert beyond == sizes[2]
 
 
+def test_rows_of_one_sample_need_no_mask_of_their_size() -> None:
+    long = {"tokens": 1 << 16, "row_length": 1 << 15}
+    masked, causal = (
+        forward_bytes(graphs("fused", is_causal=one, **long), False) for one in (False, True)
+    )
+    assert masked - causal == 2 * (1 << 30) - 2048 * 2048
+
+
 def test_a_sum_over_ranks_makes_a_result_or_two() -> None:
     alone, own, exact = (forward_bytes(graphs("fused", summed=n), False) for n in (0, 2, 8))
     assert own - alone == TOKENS * HIDDEN * 2

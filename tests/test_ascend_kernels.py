@@ -112,6 +112,27 @@ def test_packed_rows_agree_in_float32(heads: Heads) -> None:
 
 
 @eager()
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_rows_of_one_sample_agree_without_a_mask_of_their_size(heads: Heads) -> None:
+    """What comes after a sample is of no use and of no effect; its last token is no input."""
+    rollout: Any = Groups([(7, [33]), (5, [8])])
+    shape = MicroShape(2, 40, 1)
+    batch = micro_batches(rollout, pack(rollout, range(2), shape), shape, 1, 0)[0]
+    qkv, rotary, used = floats(80, heads.width), rotary_of(heads), np.zeros(80, bool)
+    used[:39] = used[40:52] = True
+    inputs = [qkv, *weights_of(heads), batch.positions, batch.spans]
+    sens = floats(80, heads.queries * heads.dim, seed=1) * used[:, None].astype(np.float32)
+    found = []
+    for kernels in (fused(), Kernels()):
+        cell = AttentionOfRows(kernels, heads, rotary, is_causal=True)
+        tensors = [Tensor(x) for x in inputs]
+        gradients = Gradient(cell)(*tensors, Tensor(sens))[:4]
+        found.append([cell(*tensors).asnumpy()[used], *(one.asnumpy() for one in gradients)])
+    for ours, plain in zip(*found, strict=True):
+        assert_close(ours, plain, TOLERANCE["float32"])
+
+
+@eager()
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_packed_rows_agree_to_the_rounding_of_the_attention(dtype: str) -> None:
     heads = HEADS[2]

@@ -121,6 +121,7 @@ def test_kernels_that_compute_what_their_doubles_do_pass_and_others_fail(process
         "gate",
         "packed attention, biases",
         "packed attention, norms",
+        "attention in rows of one sample",
         "attention of prompts",
     }
 

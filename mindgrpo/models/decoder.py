@@ -212,14 +212,23 @@ class Rotary:
         self.tables = [rotary_table(config, num_positions, is_local) for is_local in kinds]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
-    def attention(self, kernels: Kernels, heads: Heads, kind: int) -> nn.Cell:
-        return kernels.attention(heads, self.tables[kind])
+    def attention(self, kernels: Kernels, heads: Heads, kind: int, is_causal: bool) -> nn.Cell:
+        return kernels.attention(heads, self.tables[kind], is_causal)
 
 
 class Stage(nn.Cell):
-    """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`."""
+    """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`.
 
-    def __init__(self, shard: Shard, num_positions: int, recompute: Recompute = KEEP_ALL) -> None:
+    With `is_causal` each row is one run, as in backend/kernels/contract.py.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        num_positions: int,
+        recompute: Recompute = KEEP_ALL,
+        is_causal: bool = False,
+    ) -> None:
         super().__init__()
         kernels, heads = shard.kernels, shard.heads()
         self.is_first = shard.is_first
@@ -227,12 +236,14 @@ class Stage(nn.Cell):
             self.embed = Embedding(shard)
         rotary = Rotary(shard, num_positions)
         self.rotary_of = rotary.of_layer
-        self.rope_and_masks = nn.CellList([kernels.rope_and_mask(t) for t in rotary.tables])
+        self.rope_and_masks = nn.CellList(
+            [kernels.rope_and_mask(table, is_causal) for table in rotary.tables]
+        )
         sharing = shard.sharing_cells()
         layers = []
         for index, kind in zip(shard.layers, rotary.of_layer, strict=True):
             of_layer = sharing.within(recompute.applies_to(index))
-            attend = of_layer.cell(rotary.attention, kernels, heads, kind)
+            attend = of_layer.cell(rotary.attention, kernels, heads, kind, is_causal)
             layer = Layer(of_layer, index, attend, gets_sum=True)
             recompute.apply(layer, index)
             layers.append(SummedLayer(layer))

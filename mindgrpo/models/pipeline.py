@@ -54,7 +54,8 @@ class ForwardPipeline:
         self.progress = partial(backend.health.progress, "micro-batches")
         # What a stage keeps for later it computes once more in any case.
         again = recompute if shard.is_last else KEEP_ALL
-        self.stage = Stage(shard, num_positions, again)
+        # A row of one sample is its prompt and then its completion: nothing that a mask would have to say.
+        self.stage = Stage(shard, num_positions, again, is_causal=widest.max_per_row == 1)
         self.net = None
         if shard.is_last:
             self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)

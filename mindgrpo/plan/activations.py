@@ -30,6 +30,7 @@ FLOAT = ITEM_BYTES["float32"]
 WHOLE_LAYER = frozenset(("attention", "mlp"))
 # What flash attention keeps of each query's softmax: its maximum and its sum, eight float32 each.
 SOFTMAX_STATE = 2 * 8 * FLOAT
+CAUSAL_MASK = 2048 * 2048
 # float32 tensors of logits at once, beside the logits: in the loss's forward pass, and in its backward pass.
 PLAIN_STATS, PLAIN_GRADIENT = 3, 4
 # float32 rows of the vocabulary that sampling has at once for every slot: logits, noise, their sum, and what a
@@ -53,7 +54,8 @@ class Graphs:
     """How the rank computes: `tokens` = rows * `row_length` in a micro-batch, activations of `itemsize` bytes.
 
     `vocabulary` is the rank's share; logits of more than `logits_bytes` in float32 are made in chunks. A sum over
-    the ranks of a layer makes `summed` bytes per element of a layer's result, 0 where one rank has it all.
+    the ranks of a layer makes `summed` bytes per element of a layer's result, 0 where one rank has it all. `is_causal`:
+    a row is one sample, and fused attention takes a mask of one fixed size.
     """
 
     kind: Kind
@@ -64,6 +66,7 @@ class Graphs:
     itemsize: int
     logits_bytes: int
     summed: int
+    is_causal: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,8 @@ def _mask(graphs: Graphs) -> int:
     """Returns the bytes of the mask of all rows, which every layer takes; the processor's kernels read spans."""
     if graphs.kind == "native":
         return 0
+    if graphs.kind == "fused" and graphs.is_causal:
+        return CAUSAL_MASK
     return graphs.tokens * graphs.row_length * (1 if graphs.kind == "fused" else FLOAT)
 
 
@@ -321,6 +326,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         itemsize,
         LOGITS_BYTES,
         summed=summed if tp_size > 1 else 0,
+        is_causal=shape.max_per_row == 1,
     )
 
 

@@ -4,7 +4,8 @@ Norms, rotary positions and SwiGLU keep the dtype of what they get. Fused attent
 takes float16 and bfloat16 only, so that it is a choice: of float16, gradients below 6e-8 are zero, and values above
 65504 are infinite. Packed rows are one call with a mask, not runs of the TND layout: there, the kernel wants the runs'
 lengths on the host before every call, at most 1024 of them, and a shared prefix once for each run. The mask is exact
-for any spans and part of the graph; the price is that scores which it hides are computed.
+for any spans and part of the graph; the price is that scores which it hides are computed. Rows of one sample need no
+mask of their size, and half of their scores are left out.
 
 All operations import on any machine; only a call on another device than an Ascend one is refused. That each has a
 kernel, and those of training a backward, is what the installed package says: `aclnn*` in
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import mindspore as ms
 import numpy as np
-from mindspore import mint, nn, ops
+from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import (
@@ -35,8 +36,9 @@ from mindgrpo.backend.kernels.shapes import Activation, Heads
 from mindgrpo.errors import UserError
 
 FusedOp = Callable[..., Any]
-# `sparse_mode`: all of the mask is used, and no score is left out because of its position.
-WHOLE_MASK = 1
+# `sparse_mode`: all of the mask is used, and no score is left out because of its position; or a token sees itself and
+# those before it, and scores of the others are left out, for which the mask is a triangle of one fixed size.
+WHOLE_MASK, CAUSAL, TRIANGLE = 1, 2, 2048
 # `inner_precise`: log-probs of the generator are compared with the trainer's.
 HIGH_PRECISION = 0
 # `mode`: both halves of a head turn alike.
@@ -106,6 +108,17 @@ class RopeAndHidden(RopeAndMask):
         return hidden, self.angles(positions)
 
 
+class RopeOfOneRun(RopeAndMask):
+    """-> hidden [TRIANGLE, TRIANGLE], whatever the length; angles [R, T, 2 D]."""
+
+    def __init__(self, rotary: np.ndarray) -> None:
+        super().__init__(rotary)
+        self.triangle = Tensor(np.triu(np.ones((TRIANGLE, TRIANGLE), bool), 1))
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        return self.triangle, ops.gather(self.rotary, positions, 0)
+
+
 class _FusedAttention(HeadAttention):
     """Adds fused norms and rotary positions, and values mixed by flash attention in a dtype of its own."""
 
@@ -115,6 +128,7 @@ class _FusedAttention(HeadAttention):
         self.rotate = fused.rotary_position_embedding
         self.attend = fused.flash_attention_score
         self.dtype = dtype
+        self.sparse_mode = WHOLE_MASK
 
     def apply_rope(self, heads: Any, angles: Any) -> Any:
         """Turns heads [N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
@@ -132,7 +146,7 @@ class _FusedAttention(HeadAttention):
             attn_mask=hidden,
             scalar_value=self.scale,
             input_layout="BSH",
-            sparse_mode=WHOLE_MASK,
+            sparse_mode=self.sparse_mode,
         )
         return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
 
@@ -141,6 +155,21 @@ class FlashPackedAttention(_FusedAttention, PlainPackedAttention):
     def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
         super().__init__(heads)
         self.fuse(heads, fused, dtype)
+
+
+class FlashCausalAttention(FlashPackedAttention):
+    """Attends in rows of one run each, as RopeOfOneRun has their hidden scores and angles."""
+
+    def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
+        super().__init__(heads, fused, dtype)
+        self.sparse_mode = CAUSAL
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, hidden: Any, angles: Any
+    ) -> Any:
+        by_token = angles.reshape(-1, 1, 2 * self.dim)
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, by_token)
+        return self.mixed(queries, keys, values, hidden, angles.shape[0])
 
 
 class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
@@ -241,13 +270,16 @@ class AscendKernels(Kernels):
     def largest(self, count: int) -> nn.Cell:
         return _Largest(count)
 
-    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
-        return super().rope_and_mask(rotary) if self._dtype is None else RopeAndHidden(rotary)
+    def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
+        if self._dtype is None:
+            return super().rope_and_mask(rotary)
+        return RopeOfOneRun(rotary) if is_causal else RopeAndHidden(rotary)
 
-    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+    def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
         if self._dtype is None:
             return super().attention(heads, rotary)
-        return FlashPackedAttention(heads, self._ops, self._dtype)
+        made = FlashCausalAttention if is_causal else FlashPackedAttention
+        return made(heads, self._ops, self._dtype)
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         if self._dtype is None:

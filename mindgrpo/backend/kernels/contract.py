@@ -79,19 +79,20 @@ class Kernels:
         float32."""
         return mindspore_ops.Pick()
 
-    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
+    def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
         """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3]) -> two tensors, which every layer's attention
         takes.
 
         A span is (first column of a shared prefix, its length, first column of the token's own run): a token sees
         the prefix, and its run from the first column up to itself. A run with a prefix comes after it, and between
-        them only runs with the same prefix. `rotary` float32 [positions, 2 D] holds cos, then sin.
+        them only runs with the same prefix. `rotary` float32 [positions, 2 D] holds cos, then sin. With `is_causal`
+        each row is one run from its first column on, and what comes after it is of no use: spans need not be read.
         """
         return mindspore_ops.RopeAndMask(rotary)
 
-    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+    def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
         """Makes a cell of packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, two of `rope_and_mask`) -> mixed
-        [N, queries D].
+        [N, queries D]. Both cells have the same `is_causal`.
 
         Adds the bias [heads.width], norms queries and keys with weights [D], applies the rotary positions and
         attends (arXiv:1706.03762, section 3.2.1); `bias` and the norms are any tensors [1] where `heads` has none.

@@ -146,12 +146,17 @@ class Case:
 
 
 class AttentionOfRows(nn.Cell):
-    """Computes attention over packed rows, rope and mask made from positions and spans."""
+    """Computes attention over packed rows, rope and mask made from positions and spans.
 
-    def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
+    With `is_causal` each row is one run.
+    """
+
+    def __init__(
+        self, kernels: Kernels, heads: Heads, rotary: np.ndarray, is_causal: bool = False
+    ) -> None:
         super().__init__()
-        self.rope_and_mask = kernels.rope_and_mask(rotary)
-        self.attention = kernels.attention(heads, rotary)
+        self.rope_and_mask = kernels.rope_and_mask(rotary, is_causal)
+        self.attention = kernels.attention(heads, rotary, is_causal)
 
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
@@ -218,6 +223,18 @@ def _packed(name: str, heads: Heads) -> Case:
     return _attention(name, "attention", make, heads, ROWS * LENGTH, _packed_rows())
 
 
+def _causal(name: str, heads: Heads) -> Case:
+    """Makes a case of rows that are one run each."""
+    rotary = _rotary(heads)
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+
+    def make(kernels: Kernels) -> nn.Cell:
+        return AttentionOfRows(kernels, heads, rotary, is_causal=True)
+
+    whole = positions, np.zeros((ROWS, LENGTH, 3), np.int32)
+    return _attention(name, "attention", make, heads, ROWS * LENGTH, whole)
+
+
 def _caches(heads: Heads) -> tuple[Parameter, Parameter]:
     rows = SLOTS * heads.kv * LENGTH
     keys, values = (_floats(rows, heads.dim, seed=i) for i in (3, 4))
@@ -268,6 +285,7 @@ def cases() -> list[Case]:
         Case("gate", "glu", lambda k: k.glu("silu"), [_floats(37, 2 * WIDTH)], 1, [same]),
         _packed("packed attention, biases", BIASED),
         _packed("packed attention, norms", NORMED),
+        _causal("attention in rows of one sample", NORMED),
         _prefill(BIASED),
         _cached(BIASED),
     ]

@@ -344,10 +344,10 @@ class NativeKernels(Kernels):
     def exact_embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)
 
-    def rope_and_mask(self, rotary: np.ndarray) -> nn.Cell:
+    def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
         return _PositionsAndSpans()
 
-    def attention(self, heads: Heads, rotary: np.ndarray) -> nn.Cell:
+    def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
         return _Mixed(heads, rotary)
 
     def adamw(
