@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.backend.connect import connect
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
@@ -36,14 +37,21 @@ RAW = {
 class Setting:
     """Weights, gradients and the optimizer of one process, as a policy has them."""
 
-    def __init__(self, backend: str, kernels: Kernels, on_host: bool) -> None:
+    def __init__(
+        self, backend: str, kernels: Kernels, on_host: bool, rounded: Dtype | None = None
+    ) -> None:
         config = decoder_config(RAW, "here")
         layout = Layout.of(Mesh(1, 1), parameter_specs(config))
         self.backend = made = connect(choose_target("CPU", backend), {})
         made.kernels = kernels
         self.weights = Weights(layout, 0, made)
         self.gradients = Weights(layout, 0, made, "gradient")
-        self.optimizer = AdamW(self.weights, self.gradients, made, SETTINGS, on_host)
+        self.rounded = None
+        if rounded is not None:
+            self.rounded = Weights(layout, 0, made, "rounded", dtype=rounded)
+            self.rounded.pool.load()
+        roles = self.weights, self.gradients
+        self.optimizer = AdamW(*roles, made, SETTINGS, on_host, self.rounded)
 
     def reset(self) -> None:
         fill_random(self.weights, seed=3)
@@ -151,6 +159,21 @@ def test_the_gradients_are_zero_after_a_step(setting: Setting) -> None:
     with setting.gradients.on_host() as host:
         for run in host.flat_buffers:
             np.testing.assert_array_equal(run, 0.0)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_narrow_weights_on_a_device_are_those_of_the_optimizer_rounded(on_host: bool) -> None:
+    setting = Setting("device", Kernels(), on_host, "float16")
+    setting.reset()
+    setting.fill_gradients(1.0)
+    before = setting.backend.host_device_bytes
+    setting.optimizer.step(1, 1e-2, 1.0)
+    assert on_host or setting.backend.host_device_bytes == before
+    assert setting.rounded is not None
+    with setting.weights.on_host() as exact, setting.rounded.on_host() as narrow:
+        for name, part in exact.hf_views.items():
+            wanted = part.astype(np.float16)
+            assert wanted.any() and narrow.hf_views[name].tobytes() == wanted.tobytes(), name
 
 
 def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> None:

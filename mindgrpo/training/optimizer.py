@@ -17,7 +17,7 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import AdamWNumbers
 from mindgrpo.training.gradient_sync import DeviceGradientSync, GradientSync, HostGradientSync
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import Weights, round_into
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,19 @@ class HostAdamW:
 class _AdamWCell(nn.Cell):
     """Adam's fused kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected.
 
-    `tensors` are (weight, gradient, first moment, second moment, whether the weight decays).
+    `tensors` are (weight, gradient, first moment, second moment, whether the weight decays); `rounded`, if any, are
+    parameters of a narrow dtype that get the new weights.
     """
 
     def __init__(
-        self, tensors: Sequence[tuple[Any, Any, Any, Any, bool]], settings: AdamWSettings
+        self,
+        tensors: Sequence[tuple[Any, Any, Any, Any, bool]],
+        settings: AdamWSettings,
+        rounded: Sequence[Any] = (),
     ) -> None:
         super().__init__()
+        self.rounded = ms.ParameterTuple(list(rounded))
+        self.has_rounded = bool(rounded)
         self.weights = ms.ParameterTuple([entry[0] for entry in tensors])
         self.grads = ms.ParameterTuple([entry[1] for entry in tensors])
         self.first = ms.ParameterTuple([entry[2] for entry in tensors])
@@ -104,6 +110,9 @@ class _AdamWCell(nn.Cell):
                 gradient,
             )
             done = ops.depend(done, updated)
+            if self.has_rounded:
+                narrow = ops.depend(weight, done).astype(self.rounded[i].dtype)
+                done = ops.depend(done, ops.assign(self.rounded[i], narrow))
             zero = ops.depend(ops.zeros_like(self.grads[i]), done)
             done = ops.depend(done, ops.assign(self.grads[i], zero))
         return done
@@ -120,11 +129,13 @@ class DeviceAdamW:
         second: Weights,
         backend: Backend,
         settings: AdamWSettings,
+        rounded: Weights | None = None,
     ) -> None:
         roles = [role.parameters for role in (weights, gradients, first, second)]
         tensors = [(*(role[e.key] for role in roles), e.decay) for e in weights.fused]
+        narrow = [] if rounded is None else [rounded.parameters[e.key] for e in weights.fused]
         self._settings = settings
-        self._graph = backend.graph(_AdamWCell(tensors, settings), "optimizer")
+        self._graph = backend.graph(_AdamWCell(tensors, settings, narrow), "optimizer")
 
     def step(self, update: int, lr: float, scale: float) -> None:
         settings = self._settings
@@ -147,7 +158,10 @@ def clear(gradients: Weights) -> None:
 
 
 class AdamW:
-    """`first` and `second` are the moments, arranged like the weights; with `on_host` in the host's memory."""
+    """`first` and `second` are the moments, arranged like the weights; with `on_host` in the host's memory.
+
+    `rounded` gets the weights after every step, in its own dtype.
+    """
 
     def __init__(
         self,
@@ -156,6 +170,7 @@ class AdamW:
         backend: Backend,
         settings: AdamWSettings,
         on_host: bool = False,
+        rounded: Weights | None = None,
     ) -> None:
         layout, rank = weights.layout, weights.rank
         self.first = Weights(layout, rank, backend, "first_moment", on_host_only=on_host)
@@ -167,8 +182,13 @@ class AdamW:
             if in_host_memory
             else DeviceGradientSync(gradients, backend)
         )
-        adamw = HostAdamW if on_host or in_host_memory else DeviceAdamW
-        self._adamw = adamw(weights, gradients, self.first, self.second, backend, settings)
+        roles = weights, gradients, self.first, self.second
+        self._weights, self._rounded = weights, rounded
+        self._adamw: HostAdamW | DeviceAdamW
+        if on_host or in_host_memory:
+            self._adamw = HostAdamW(*roles, backend, settings)
+        else:
+            self._adamw = DeviceAdamW(*roles, backend, settings, rounded)
 
     def sum_gradients(self) -> float:
         """Sums the accumulated gradients over the ranks; returns their 2-norm over the model."""
@@ -177,6 +197,9 @@ class AdamW:
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
         self._adamw.step(update, lr, scale)
+        if self._rounded is not None and isinstance(self._adamw, HostAdamW):
+            round_into(self._rounded, self._weights)
+            self._backend.synchronize()
 
     def clear_gradients(self) -> None:
         if not self._gradients.pool.is_host_memory:

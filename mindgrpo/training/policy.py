@@ -78,7 +78,12 @@ class Policy:
         self.shapes = shape_choice(self.shard, backend, settings.shape)
         self.masters = self._make_masters()
         self.optimizer = AdamW(
-            self.masters, self.gradients, backend, settings.adamw, settings.moments_on_host
+            self.masters,
+            self.gradients,
+            backend,
+            settings.adamw,
+            settings.moments_on_host,
+            self.trained if self.has_masters else None,
         )
         self._backward: dict[bool, Any] = {}
         self.version = 0
@@ -145,7 +150,6 @@ class Policy:
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         self.updates += 1
         self.optimizer.step(self.updates, lr, scale)
-        self.masters_changed()
         self.version += 1
 
     def clear_gradients(self) -> None:
