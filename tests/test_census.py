@@ -24,7 +24,7 @@ from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.targets import choose_target
-from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Stage
+from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Stage, StageForward
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
@@ -32,7 +32,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
 from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell
-from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward
+from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.checksum import mixed
 from mindgrpo.weights.local_weights import Weights
 
@@ -118,6 +118,9 @@ class Model:
         made.pool.load()
         return made
 
+    def trained(self) -> Trained:
+        return Trained(self.weights.parameters, self.role("gradients").parameters)
+
     def caches(self) -> list[tuple[Any, Any]]:
         size, shape = SLOTS * LENGTH * DIM, (SLOTS * LENGTH, DIM)
         pool = self.device.pool(2 * self.layers * size, dtype=self.device.compute_dtype)
@@ -173,7 +176,7 @@ def mark_seen(device: Backend, layers: int) -> Any:
 
 def forward(device: Backend, layers: int) -> Any:
     model = Model(device, layers, stages=2)
-    return Stage(model.shard, TOKENS, WHOLE_LAYERS)(zeros(1, TOKENS), *STAGE_INPUTS)
+    return StageForward(Stage(model.shard, TOKENS))(zeros(1, TOKENS), *STAGE_INPUTS)
 
 
 def log_probs(device: Backend, layers: int) -> Any:
@@ -185,10 +188,10 @@ def log_probs(device: Backend, layers: int) -> Any:
 
 def stage_backward(device: Backend, layers: int) -> Any:
     model = Model(device, layers, stages=2)
-    stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
-    roles = (model.weights, model.role("gradients"))
-    cell = StageBackward(stage, *(list(role.parameters.values()) for role in roles))
-    return cell(zeros(1, TOKENS), model.hidden(), *STAGE_INPUTS)
+    stage = Stage(model.shard, TOKENS)
+    cell = StageBackward(stage, model.shard.layers, model.trained())
+    flows = [model.hidden() for _ in range(layers)]
+    return cell(zeros(1, TOKENS), model.hidden(), *STAGE_INPUTS, *flows)
 
 
 def loss_step(device: Backend, layers: int) -> Any:
@@ -196,11 +199,10 @@ def loss_step(device: Backend, layers: int) -> Any:
     stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
     # Sixteen rows of logits at a time.
     net = LogProbStage(stage, model.shard, 0.8, 4 * model.shard.local_vocab * 16)
-    roles = (model.weights, model.role("gradients"))
-    parameters = [list(role.parameters.values()) for role in roles]
     numbers = [zeros(PICKS, dtype=np.float32) for _ in range(7)]
     numbers[5] = zeros(PICKS)
-    cell = LossStep(net, PolicyLoss(LossConfig(), True), *parameters)
+    loss, head = PolicyLoss(LossConfig(), True), model.shard.head_key
+    cell = LossStep(net, model.shard.layers, head, loss, model.trained())
     return cell(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS, *numbers)
 
 
@@ -210,8 +212,9 @@ def optimizer(device: Backend, layers: int) -> Any:
     tensors = [
         (*(role.parameters[entry.key] for role in roles), entry.decay) for entry in roles[0].fused
     ]
+    rounded = [model.weights.parameters[entry.key] for entry in roles[0].fused]
     numbers = [Tensor(0.5, ms.float32) for _ in range(6)]
-    return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01))(*numbers)
+    return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01), rounded)(*numbers)
 
 
 class _Mixed(nn.Cell):
