@@ -58,9 +58,35 @@ def test_a_layers_counts_are_those_worked_out_by_hand() -> None:
     work = layer.forward(Passes(8192, 0, 8192 * 8192), 1, False)
     assert work.products == 2 * 8192 * size == pytest.approx(0.955e12, rel=0.01)
     assert work.attention == 4 * 8192 * 8192 * 7 * 128 == pytest.approx(0.24e12, rel=0.01)
-    assert (work.sums, work.summed) == (2, 2 * 8192 * 3584 * 4)
-    narrow = LayerWork(plan, plan.train, replace(FUSED, float32_sums=False), BF16)
-    assert narrow.forward(Passes(8192, 0, 0), 1, False).summed == work.summed / 2
+    assert (work.sums, work.summed) == (2, 2 * 8192 * 3584 * BF16)
+    wide = planned(*TWO_STAGES, "--context.reduce_dtype", "float32")
+    in_float32 = LayerWork(wide, wide.train, FUSED, BF16).forward(Passes(8192, 0, 0), 1, False)
+    assert in_float32.summed == 2 * work.summed
+
+
+def test_a_layer_is_computed_forward_and_once_more_in_any_stage_that_recomputes_all() -> None:
+    plan = planned(*TWO_STAGES)
+    layer, passes = LayerWork(plan, plan.train, FUSED, BF16), Passes(8192, 0, 8192 * 8192)
+    forward = layer.forward(passes, 1, False)
+    for recomputed in (0.0, 1.0):
+        # Beside the stage's forward graph.
+        first = layer.backward(passes, 1, recomputed, False)
+        assert first.products == 3 * forward.products
+        assert first.sums == 3
+    last = layer.backward(passes, 1, 1.0, True)
+    assert last.products == first.products + forward.products
+    earlier = LayerWork(plan, plan.train, replace(FUSED, hands_inputs_on=False), BF16)
+    assert earlier.backward(passes, 1, 1.0, False).products == 4 * forward.products
+
+
+def test_a_row_of_one_sample_is_attended_to_causally() -> None:
+    seconds = {
+        is_causal: Roofline(planned(*TWO_STAGES), replace(FUSED, is_causal=is_causal))
+        ._update()
+        .by["attention"]
+        for is_causal in (True, False)
+    }
+    assert seconds[True] == pytest.approx(seconds[False] / 2)
 
 
 @pytest.mark.parametrize("dp, mp, pp", [(8, 1, 1), (2, 4, 1), (1, 4, 2), (1, 1, 4), (2, 2, 2)])

@@ -234,7 +234,8 @@ class Roofline:
     def __init__(
         self, plan: RunPlan, counts: GraphCounts | None = None, speeds: Speeds | None = None
     ) -> None:
-        self.plan, self._ragged = plan, kernel_kind(plan.config) == "native"
+        kind = kernel_kind(plan.config)
+        self.plan, self._ragged, self._is_fused = plan, kind == "native", kind == "fused"
         self.counts = counts or (NATIVE if self._ragged else FUSED)
         self.itemsize = ITEM_BYTES[compute_dtype(plan.config)]
         self.rates = Rates(speeds or speeds_of(plan.config), self.itemsize, plan.world_size)
@@ -291,7 +292,11 @@ class Roofline:
             shape = replace(shape, length=max(shape.length, whole))
             number = samples.micro_batches(shape, shares)
         own = replace(samples, count=samples.count / (number * shares))
-        pairs = shape.tokens * shape.length if self.counts.whole_mask else own.pairs
+        pairs = own.pairs
+        if self.counts.whole_mask:
+            pairs = shape.tokens * shape.length
+            if self.counts.is_causal and self._is_fused and shape.max_per_row == 1:
+                pairs /= 2
         bucket = math.ceil(shape.tokens / PICK_BUCKETS)
         picks = max(1, math.ceil(own.count * own.completion / bucket)) * bucket
         return number, Passes(shape.tokens, picks, pairs)

@@ -38,9 +38,11 @@ class Launches:
 class GraphCounts:
     """`first_back` is the backward graph of stages that are not the last, `last` the last stage's with the loss.
 
-    `extra_forwards`: forward passes that `first_back` makes although the stage's forward graph has run.
+    `hands_inputs_on`: `first_back` gets what the stage's layers got and computes each once more; else it computes the
+    stage again, and what is recomputed once more.
     `float32_sums`: results of layers are summed over ranks in float32, whatever the compute dtype.
-    `whole_mask`: attention computes every pair of a row's tokens. `whole_cache`: a decoded token reads the cache to its
+    `whole_mask`: attention computes every pair of a row's tokens, or half of them (`is_causal`) where the row is one
+    sample. `whole_cache`: a decoded token reads the cache to its
     full length. `fits_rows`: rows are as long as their content needs. `whole_prompts`: prompts are brought in one a
     call, padded to the longest. `is_serial`: the next kernel is launched when the last one has ended.
     `tokens_a_graph`: tokens that one call of the decoding graph makes.
@@ -56,9 +58,10 @@ class GraphCounts:
     first_back: Launches
     last: Launches
     optimizer: Launches
-    extra_forwards: int
+    hands_inputs_on: bool
     float32_sums: bool
     whole_mask: bool
+    is_causal: bool
     whole_cache: bool
     fits_rows: bool
     whole_prompts: bool
@@ -77,14 +80,15 @@ class GraphCounts:
 FUSED = GraphCounts(
     decode=Launches(28, 58),
     prompt=Launches(30),
-    forward=Launches(26, 29),
-    first_back=Launches(86, 37),
+    forward=Launches(23, 28),
+    first_back=Launches(59, 29),
     # The head's logits in chunks of some 400 rows.
-    last=Launches(90, 123),
-    optimizer=Launches(29, 13),
-    extra_forwards=1,
-    float32_sums=True,
+    last=Launches(96, 113),
+    optimizer=Launches(51, 23),
+    hands_inputs_on=True,
+    float32_sums=False,
     whole_mask=True,
+    is_causal=True,
     whole_cache=True,
     fits_rows=True,
     whole_prompts=True,
@@ -107,9 +111,10 @@ NATIVE = GraphCounts(
     first_back=Launches(40, 30),
     last=Launches(40, 60),
     optimizer=Launches(0),
-    extra_forwards=1,
+    hands_inputs_on=True,
     float32_sums=False,
     whole_mask=False,
+    is_causal=True,
     whole_cache=False,
     fits_rows=True,
     whole_prompts=False,
@@ -184,7 +189,8 @@ class LayerWork:
         self.attention_size = self.hidden * (heads.width + mixed)
         self.size = self.attention_size + 3 * self.hidden * inner
         self.counts, self.itemsize = counts, itemsize
-        self.sum_bytes = FLOAT if counts.float32_sums else itemsize
+        in_float32 = counts.float32_sums or plan.config.context.reduce_dtype == "float32"
+        self.sum_bytes = FLOAT if in_float32 else itemsize
         # Read and written between products: norms, residuals, rotary positions, the activation.
         self.between = itemsize * (10 * self.hidden + 2 * heads.width + mixed + 5 * inner)
         self.has_adapters = plan.lora is not None
@@ -223,10 +229,13 @@ class LayerWork:
     def backward(self, passes: Passes, layers: int, recomputed: float, has_head: bool) -> Work:
         """Counts a backward graph; `recomputed` is the share of the layers' products that it makes again.
 
-        The last stage's has the forward pass, the others' counts.extra_forwards of it.
+        The last stage's has the forward pass; where the others get what their layers got, they make it all again.
         """
         once = self.forward(passes, layers, False)
-        forwards = recomputed + (1 if has_head else self.counts.extra_forwards)
+        has_forward = has_head or not self.counts.hands_inputs_on
+        if not has_forward:
+            recomputed = 1.0
+        forwards = recomputed + has_forward
         gradients = 1 if self.has_adapters else 2
         work = Work(
             products=once.products * (forwards + gradients),
