@@ -7,6 +7,7 @@ together, as they share what they have built.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ class _OneForRanks(LoadFileScheduling):
 # The marks of `--dist loadgroup` are not seen under pytest 9.
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _OneForRanks:
     return _OneForRanks(config, log)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def draws_no_curve(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A picture takes a run of this process as long as some steps; test_monitor.py and launched runs draw it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem != "test_monitor":
+            patch.setattr("mindgrpo.monitor.curve.CurveProcess.draw_last", lambda *_: None)
+        yield
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ ref_config: {{sync_ref_model: true, ref_model_sync_steps: 1, ref_model_mixup_alp
 generate_config:
   max_prompt_length: 40
   sampling_config: {{max_tokens: 6, temperature: 1.0}}
-monitor_config: {{per_token: 1}}
+monitor_config: {{per_token: 1, report: false}}
 """
 TOKEN_ARRAYS = ("logprob", "gap", "log_ratio", "entropy", "kl")
 OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles", "late_compiles")

@@ -1,36 +1,25 @@
-"""The AscendJob of the examples against the operator's published schema, and a job with the operator's variables.
+"""The AscendJob of the examples against the operator's published schema.
 
 SCHEMA has the types of the fields that the example uses, from the CustomResourceDefinition of MindCluster's
 ascend-operator (build/ascend-operator.yaml of Ascend/mind-cluster, read by hand: it is 370 KB, most of it
-Kubernetes' own pods), and test_the_operator_accepts_it the rules of its ascendjob_validate.go. Does not prove that an
-operator starts the job: none was ever run here.
+Kubernetes' own pods), and test_the_operator_accepts_it the rules of its ascendjob_validate.go. A job with the
+operator's variables is in test_two_hosts.py. Does not prove that an operator starts the job: none was ever run here.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from small_runs import input_keys, make_inputs
-from test_two_hosts import ARGUMENTS, LONGEST_RUN, REWARD
 
 from mindgrpo.launch.options import ASCENDJOB, Hosts, read_options
 from mindgrpo.launch.plan import has_config
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts" / "faults"))
-
-import two_hosts  # noqa: E402
-from job import Job  # noqa: E402
-from kill_matrix import words  # noqa: E402
-
 FILE = ROOT / "examples" / "cluster" / "ascendjob.yaml"
 NPU = "huawei.com/Ascend910"
 # A dictionary under "*" is of any keys; a list has one kind of entries; "!" are those that have to be there.
@@ -194,35 +183,3 @@ def variables_of(
         "MS_SERVER_NUM": "0",
         "NPU_POD": "true",
     }
-
-
-def test_two_networks_with_the_operators_variables_are_one_job(tmp_path: Path) -> None:
-    if why := two_hosts.missing():
-        pytest.skip(why)
-    make_inputs(tmp_path)
-    (tmp_path / "reward.py").write_text(REWARD)
-    reward = ["--verifier_function", f"{tmp_path}/reward.py:spread", "--verifier_weight", "1.0"]
-    arguments = [*words(ARGUMENTS | input_keys(tmp_path)), *reward, "--rl_config.max_steps", "1"]
-    with two_hosts.two_networks() as networks:
-        jobs = []
-        for index, name in enumerate(networks.names):
-            values = variables_of(index, 1, 2, two_hosts.ADDRESSES[0], 17801)
-            named = [f"{key}={value}" for key, value in values.items()]
-            before = ["ip", "netns", "exec", name, "env", *named]
-            launcher = ["--cluster", "ascendjob"]
-            jobs.append(Job(tmp_path / f"host_{index}", None, arguments, launcher, before))
-        try:
-            ended = [job.end(time.monotonic(), LONGEST_RUN) for job in jobs]
-        finally:
-            two_hosts.stop(jobs)
-    assert [one.status for one in ended] == [0, 0], [one.last_line for one in ended]
-    assert [one.left for one in ended] == [[], []]
-    assert [f"host {i} of 2: 1 of 2 ranks" in job.screen for i, job in enumerate(jobs)] == [
-        True
-    ] * 2
-    (row,) = [
-        json.loads(line)
-        for line in (tmp_path / "host_0" / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert row["step"] == 1 and row["grad_norm"] > 0
-    assert not os.path.exists(tmp_path / "host_1" / "run" / "metrics.jsonl")

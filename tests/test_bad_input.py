@@ -49,14 +49,14 @@ SHAPES = {
 
 
 def test_a_share_of_the_fuzzer_finds_nothing() -> None:
-    command = [sys.executable, "scripts/faults/fuzz.py", "--cases", "80", "--seed", "7"]
+    command = [sys.executable, "scripts/faults/fuzz.py", "--cases", "40", "--seed", "7"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOG_v": "3"}
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
-    assert (told["cases"], told["failed"]) == (80, 0)
+    assert (told["cases"], told["failed"]) == (40, 0)
     assert told["refused"] > 40 and len(told["by_kind"]) > 15
 
 

@@ -229,12 +229,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.mark.parametrize(
     "words",
-    [
-        pytest.param(BFLOAT16, marks=WITH_AVX512),
-        pytest.param((*BFLOAT16, *LORA), marks=WITH_AVX512),
-        FLOAT16,
-    ],
-    ids=["bfloat16", "adapters", "float16"],
+    [pytest.param((*BFLOAT16, *LORA), marks=WITH_AVX512), FLOAT16],
+    ids=["bfloat16", "float16"],
 )
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
     made: Made, words: tuple[str, ...]

@@ -1,5 +1,5 @@
 """Whole GRPO runs on 2, 4 and 8 ranks against one process and against a committed trajectory, and weights moved
-between every pair of layouts of up to 8 ranks, through the real rooms under the real launcher.
+between layouts of up to 8 ranks, each several times on either side, through the real rooms under the real launcher.
 
 Does not prove that the shared algorithm is right (one process could be wrong alike: the tests against independent
 oracles say), nor anything of other devices, several hosts, the trainer's own loop or speed.

@@ -62,6 +62,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ..
     (folder / "game.py").write_text(GAME)
     (folder / "short.jinja").write_text(TEMPLATE)
     words = ("--rl_config.environment", f"{folder}/game.py:Game", *WORDS)
+    words += ("--monitor_config.report", "true")
     return folder, (*words, "--rl_config.chat_template", str(folder / "short.jinja"))
 
 

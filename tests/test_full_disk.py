@@ -31,11 +31,7 @@ from mindgrpo.monitor.host_memory import HostMemoryMonitor
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 4
 FULL = "cannot be written (No space left on device); free space"
-WORDS = (
-    f"--rl_config.max_steps={STEPS}",
-    "--rl_config.dynamic_sampling=false",
-    "--monitor_config.report=false",
-)
+WORDS = (f"--rl_config.max_steps={STEPS}", "--rl_config.dynamic_sampling=false")
 SAVED = (*WORDS, "--rl_config.save_ckpt_interval=1")
 GO_ON = "--resume_training=true"
 

@@ -37,6 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "rewards.py"
     words = [f"--{key}={value}" for key, value in input_keys(folder).items()]
     words += [f"--output_dir={folder / 'run'}", "--rl_config.max_steps=2"]
+    words.append("--monitor_config.report=true")
     functions = [f"{file}:graded(base=5)", f"{file}:short"]
     words.append(f"--reward_config.verifier_function={json.dumps(functions)}")
     words.append(f"--reward_config.verifier_weight={json.dumps(list(WEIGHTS.values()))}")

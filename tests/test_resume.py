@@ -183,7 +183,7 @@ def test_a_run_that_signals_end_twice_goes_on_as_if_nothing_had_happened(
     inputs: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = inputs / "interrupted"
-    sparse = ("--rl_config.save_ckpt_interval", "100", GO_ON)
+    sparse = ("--rl_config.save_ckpt_interval", "100", GO_ON, "--monitor_config.report=true")
     # What a run leaves that died before its first checkpoint.
     left = output / "checkpoints" / ".step_000002.partial"
     left.mkdir(parents=True)

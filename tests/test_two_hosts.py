@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from small_runs import input_keys, make_inputs
+from test_ascendjob import variables_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
 
@@ -70,9 +71,14 @@ def test_two_hosts_have_the_results_of_one_until_a_rank_is_killed_which_both_tel
     assert two_hosts.rows(run / "metrics.jsonl")[0]["grad_norm"] > 0
 
 
-def test_a_line_that_is_cut_is_told_by_both_hosts_with_the_name_of_the_other(
+def test_a_line_that_is_cut_is_told_by_both_hosts_of_an_ascendjob_with_the_name_of_the_other(
     tmp_path: Path, arguments: list[str]
 ) -> None:
+    """Started as by MindCluster's operator, which says how many ranks there are, and where, in variables."""
+    started = [variables_of(host, 1, RANKS, two_hosts.ADDRESSES[0], 17801) for host in range(2)]
     with two_hosts.two_networks() as networks:
-        result = two_hosts.cut(tmp_path, networks, RANKS, arguments, step=0)
+        jobs = two_hosts.start(tmp_path, networks, None, arguments, started)
+        result = two_hosts.cut_between(jobs, networks, step=0)
     assert result["good"], json.dumps(result)
+    for host, job in enumerate(jobs):
+        assert f"host {host} of 2: 1 of 2 ranks" in job.screen

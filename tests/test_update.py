@@ -152,8 +152,7 @@ def test_one_micro_batch_learns_the_same_as_several(policy_of: PolicyOf, packed:
         assert_same(one_update(policy_of(whole), batch()), packed)
 
 
-@pytest.mark.parametrize("per_row", [None, 1])
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize(("per_row", "is_plain"), [(None, False), (1, True)])
 def test_rows_as_long_as_their_content_learn_the_same_as_full_ones(
     per_row: int | None, is_plain: bool, packed: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
-NUM_STEPS = 3
+NUM_STEPS = 2
 RUN_SECONDS = 500
 # A row holds one sample, and 32 x 2 x 1 of them make a step: the numbers of the configuration.
 SAMPLES, UPDATES = 64, 32
@@ -191,16 +191,16 @@ def test_only_paths_the_device_the_model_and_sizes_are_changed(tmp_path: Path) -
     assert len(different) <= 16
 
 
-def test_three_steps_are_trained_with_the_configurations_numbers(run: tuple[Path, str]) -> None:
+def test_two_steps_are_trained_with_the_configurations_numbers(run: tuple[Path, str]) -> None:
     folder, said = run
     rows = [json.loads(line) for line in (folder / "output/metrics.jsonl").open()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
         assert row["updates_per_rollout"] == UPDATES
         assert row["grad_norm"] > 0 and np.isfinite(row["loss"])
         assert row["logprob_gap/max"] < 1e-4
         assert row["reward/format_reward/errors"] + 1 > 0
-    assert [row["weights_version"] for row in rows] == [UPDATES, 2 * UPDATES, 3 * UPDATES]
+    assert [row["weights_version"] for row in rows] == [UPDATES, 2 * UPDATES]
     assert "train DP1/MP4/PP2" in said and "generate DP2/MP4" in said
     rate = yaml.safe_load(CONFIGURATION.read_text())["actor_config"]["lr_schedule"]
     # Ten updates of warm-up, then next to no decay in 200,000.

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -103,12 +103,23 @@ def two_networks() -> Iterator[Networks]:
         networks.remove()
 
 
-def start(folder: Path, networks: Networks, ranks: int, arguments: Sequence[str]) -> list[Job]:
+def start(
+    folder: Path,
+    networks: Networks,
+    ranks: int | None,
+    arguments: Sequence[str],
+    ascendjob: Sequence[Mapping[str, str]] = (),
+) -> list[Job]:
+    """`ascendjob` has the variables of a job's operator for each host; they say what `ranks` and flags else do."""
     jobs = []
     for index, name in enumerate(networks.names):
-        host = ["--hosts", f"{HOSTS}", "--host_index", f"{index}"]
-        launcher = [*host, "--master", f"{ADDRESSES[0]}:{PORT}"]
         before = ["ip", "netns", "exec", name]
+        if ascendjob:
+            launcher = ["--cluster", "ascendjob"]
+            before += ["env", *(f"{key}={value}" for key, value in ascendjob[index].items())]
+        else:
+            host = ["--hosts", f"{HOSTS}", "--host_index", f"{index}"]
+            launcher = [*host, "--master", f"{ADDRESSES[0]}:{PORT}"]
         jobs.append(Job(folder / f"host_{index}", ranks, arguments, launcher, before))
     return jobs
 
@@ -195,10 +206,13 @@ def await_step(jobs: list[Job], step: int, seconds: float) -> bool:
 def cut(
     folder: Path, networks: Networks, ranks: int, arguments: Sequence[str], step: int = 2
 ) -> dict[str, Any]:
+    return cut_between(start(folder / "cut", networks, ranks, arguments), networks, step)
+
+
+def cut_between(jobs: list[Job], networks: Networks, step: int) -> dict[str, Any]:
     lost = [rf"host 1 \(\S+, {ADDRESSES[1]}, ranks? .*\) is lost: ranks? .* cannot be reached"]
     lost += [rf"host 0 \({ADDRESSES[0]}, ranks? .*\) is lost: it ended or cannot be reached"]
-    jobs = start(folder / "cut", networks, ranks, arguments)
-    return strike(jobs, lambda: networks.cut(), lost, step)
+    return strike(jobs, networks.cut, lost, step)
 
 
 def kill(

@@ -17,7 +17,6 @@ WORLDS = (
     (4, "shared_memory"),
     (8, "shared_memory"),
     (4, "high"),
-    (2, "device"),
     (3, "device"),
     (4, "device"),
 )
@@ -220,22 +219,19 @@ SPREAD = (
     Case("cispo", (1, 1, 2), (2, 1)),
     Case("gemma3", (1, 1, 2), (1, 2)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
-    Case("olmo2", (1, 2, 1), (2, 1), recompute=True),
+    # Keys that two ranks hold; norms and biases that all do.
+    Case("olmo2", (1, 4, 1), (2, 2), recompute=True),
     Case("dapo", (1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("tools", (2, 2, 2), (4, 2)),
     Case("environment", (1, 2, 1), (2, 1)),
     Case("low rank", (1, 2, 2), (4, 1)),
     Case("partial", (1, 2, 2), (2, 2)),
-    Case("dapo", (1, 2, 2), (2, 2), backend="high"),
-    Case("gspo", (2, 1, 2), (1, 4), backend="high"),
     Case("partial", (1, 2, 2), (2, 2), backend="high"),
-    Case("qk norm", (1, 2, 1), (2, 1), backend="device"),
     # A stage in the middle.
     Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256),
     Case("low rank", (2, 1, 2), (1, 4), backend="device", widest=256),
-    # Keys that two ranks hold; norms and biases that all do.
-    Case("olmo2", (1, 4, 1), (2, 2), backend="device"),
+    Case("qk norm", (1, 2, 2), (2, 2), backend="device"),
 )
 CASES = ALONE + SPREAD
 
@@ -245,7 +241,12 @@ _POWERS = (1, 2, 4, 8)
 TRAIN_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1, 2, 4)) if g[0] * g[1] * g[2] <= 8)
 INFER_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <= 8)
 SAVED: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (2, 2, 2), (8, 1, 1), (1, 2, 1), (2, 1, 4))
-PAIRS = tuple(product(TRAIN_MESHES, INFER_MESHES))
+# Every layout at least twice on its side; tests/test_reshard_plan.py has the plans of all pairs.
+PAIRS = tuple(
+    pair
+    for index, pair in enumerate(product(TRAIN_MESHES, INFER_MESHES))
+    if index % len(INFER_MESHES) % 5 == index // len(INFER_MESHES) % 5
+)
 # Layouts of 4 ranks and less, each once on either side.
 DEVICE_PAIRS = (
     ((1, 2, 2), (4, 1, 1)),
