@@ -124,9 +124,9 @@ def add_rms_norm(x1, x2, gamma, epsilon=1e-6):
 
 
 def rotary_position_embedding(x, cos, sin, mode=0):
-    """x [S, 1, N, D] with cos and sin [S, 1, 1, D]; mode 0: x cos + (-second half, first half) sin."""
-    if mode != 0 or len(x.shape) != 4 or cos.shape != (x.shape[0], 1, 1, x.shape[3]):
-        raise ValueError("the double turns halves, of layout SBND with S11D")
+    """x [S, 1, N, D] with cos and sin [S, 1, 1, D] or as x; mode 0: x cos + (-second half, first half) sin."""
+    if mode != 0 or len(x.shape) != 4 or cos.shape not in ((x.shape[0], 1, 1, x.shape[3]), x.shape):
+        raise ValueError("the double turns halves, of layout SBND with S11D or SBND")
     half = x.shape[3] // 2
     turned = ops.concat((-x[:, :, :, half:], x[:, :, :, :half]), 3)
     return x * cos + turned * sin
@@ -137,6 +137,13 @@ def swiglu(input, dim=-1):
     return first * ops.sigmoid(first) * second
 
 
+def addmm(input, mat1, mat2, *, beta=1, alpha=1):
+    if (beta, alpha) != (1, 1):
+        raise ValueError("the double has no factors")
+    product = ops.matmul(mat1.astype(ms.float32), mat2.astype(ms.float32))
+    return (input.astype(ms.float32) + product).astype(mat1.dtype)
+
+
 DOUBLES = AscendOps(
     flash_attention_score,
     incre_flash_attention,
@@ -144,6 +151,7 @@ DOUBLES = AscendOps(
     add_rms_norm,
     rotary_position_embedding,
     swiglu,
+    addmm,
 )
 
 

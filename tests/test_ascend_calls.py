@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from ascend_doubles import DOUBLES, eager
 from docstring_types import check_types
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels import ascend
@@ -30,7 +30,7 @@ from mindgrpo.backend.kernels.shapes import Heads
 REAL = AscendOps()
 NAMES = [field.name for field in fields(AscendOps)]
 HEADS = Heads(4, 2, 16, has_bias=True, norm_eps=1e-6)
-ROWS, LENGTH, SLOTS = 2, 8, 3
+ROWS, LENGTH, SLOTS, DIM = 2, 8, 3, 16
 KERNELS_OF_THE_PLUGIN = (
     "aclnnFlashAttentionScore",
     "aclnnFlashAttentionScoreGrad",
@@ -42,6 +42,7 @@ KERNELS_OF_THE_PLUGIN = (
     "aclnnRotaryPositionEmbeddingGrad",
     "aclnnSwiGlu",
     "aclnnSwiGluGrad",
+    "aclnnAddmm",
 )
 
 
@@ -120,6 +121,10 @@ def decode(kernels: AscendKernels) -> Any:
     return cell(zeros(SLOTS, HEADS.width), *weights, *context)
 
 
+def project(kernels: AscendKernels) -> Any:
+    return kernels.add_matmul()(zeros(HEADS.width), zeros(SLOTS, DIM), zeros(DIM, HEADS.width))
+
+
 def train(kernels: AscendKernels) -> Any:
     return Layer(kernels)(*layer_inputs())
 
@@ -137,7 +142,7 @@ def backward(kernels: AscendKernels) -> Any:
     return Gradient(Layer(kernels))(*layer_inputs())
 
 
-CALLS = (train, prefill, decode)
+CALLS = (train, prefill, decode, project)
 
 
 def call_eagerly(table: AscendOps, dtype: str) -> None:
@@ -179,7 +184,9 @@ def test_an_argument_that_the_installed_function_does_not_have_fails() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_doubles_have_the_arguments_of_the_installed_functions(name: str) -> None:
     real, double = getattr(REAL, name), getattr(ascend_doubles, name)
-    assert real is getattr(ops, name) and double is getattr(DOUBLES, name)
+    assert real is getattr(mint if name == "addmm" else ops, name) and double is getattr(
+        DOUBLES, name
+    )
     ours, theirs = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
         for function in (double, real)

@@ -21,11 +21,13 @@ class Attention(nn.Cell):
 
     def __init__(self, shard: Shard, prefix: str, attend: nn.Cell) -> None:
         super().__init__()
-        name, heads = prefix + "self_attn.", shard.heads()
+        name, heads = prefix + "self_attn.", shard.attended_heads()
         nothing = Tensor([0.0], ms.float32)
         self.copy = shard.copy_to_group()
-        self.qkv = shard.linear(name + "qkv_proj.weight")
-        self.bias = shard[name + "qkv_proj.bias"] if heads.has_bias else nothing
+        weight, bias = name + "qkv_proj.weight", name + "qkv_proj.bias"
+        adds_bias = shard.heads().has_bias and not heads.has_bias
+        self.qkv = shard.biased_linear(weight, bias) if adds_bias else shard.linear(weight)
+        self.bias = shard[bias] if heads.has_bias else nothing
         self.float32 = shard.float32()
         self.has_head_norms = heads.norm_eps is not None
         self.norm_offset = shard.config.family.norm_offset
@@ -46,7 +48,8 @@ class Attention(nn.Cell):
             qkv = self.projection_norm(qkv)
         q_norm, k_norm = self.float32(self.q_norm), self.float32(self.k_norm)
         if self.has_head_norms and self.norm_offset != 0.0:
-            q_norm, k_norm = q_norm + self.norm_offset, k_norm + self.norm_offset
+            q_norm = q_norm.astype(ms.float32) + self.norm_offset
+            k_norm = k_norm.astype(ms.float32) + self.norm_offset
         y = self.reduce(
             self.out(self.attend(qkv, self.float32(self.bias), q_norm, k_norm, *context))
         )
@@ -87,6 +90,8 @@ class ProjectionNorm(nn.Cell):
         # All ranks use the sum, so its gradient is a sum over them as well.
         total = self.copy(self.reduce(squares))
         scale = ops.rsqrt(total * self.mean + self.eps)
-        queries = queries * scale[:, :1] * (self.float32(self.q_norm) + self.offset)
-        keys = keys * scale[:, 1:] * (self.float32(self.k_norm) + self.offset)
+        queries = (
+            queries * scale[:, :1] * (self.float32(self.q_norm).astype(ms.float32) + self.offset)
+        )
+        keys = keys * scale[:, 1:] * (self.float32(self.k_norm).astype(ms.float32) + self.offset)
         return ops.concat((queries, keys, qkv[:, self.keys :]), 1).astype(dtype)

@@ -108,7 +108,7 @@ class Norm(nn.Cell):
     def construct(self, x: Any) -> Any:
         weight = self.float32(self.weight)
         if self.offset != 0.0:
-            weight = weight + self.offset
+            weight = weight.astype(ms.float32) + self.offset
         return self.norm(x, weight)
 
 
@@ -130,7 +130,7 @@ class AddNorm(nn.Cell):
             return total, total
         weight = self.float32(self.weight)
         if self.offset != 0.0:
-            weight = weight + self.offset
+            weight = weight.astype(ms.float32) + self.offset
         return self.norm(x, added, weight)
 
 
@@ -230,7 +230,7 @@ class Stage(nn.Cell):
         is_causal: bool = False,
     ) -> None:
         super().__init__()
-        kernels, heads = shard.kernels, shard.heads()
+        kernels, heads = shard.kernels, shard.attended_heads()
         self.is_first = shard.is_first
         if shard.is_first:
             self.embed = Embedding(shard)

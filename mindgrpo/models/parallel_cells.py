@@ -95,6 +95,18 @@ class Linear(nn.Cell):
         return self.matmul(x, self.exact(self.weight))
 
 
+class BiasedLinear(nn.Cell):
+    """x [N, in] @ weight [in, out] + bias [out], by `add_matmul` of the kernels."""
+
+    def __init__(self, bias: Any, weight: Any, add_matmul: nn.Cell) -> None:
+        super().__init__()
+        self.bias, self.weight = bias, weight
+        self.add_matmul = add_matmul
+
+    def construct(self, x: Any) -> Any:
+        return self.add_matmul(self.bias, x, self.weight)
+
+
 class GatherColumns(nn.Cell):
     """x [B, k] on each rank -> [B, size, k] on all."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, LowRankLinear, adapter_names
 from mindgrpo.models.parallel_cells import (
+    BiasedLinear,
     CopyTo,
     Float32Gradient,
     Linear,
@@ -147,13 +148,21 @@ class Shard:
         settings = self._adapters.settings
         return LowRankLinear(base, *parameters, entry.widths, flags, settings, matmul)
 
+    def biased_linear(self, key: str, bias: str) -> nn.Cell:
+        """Returns the product with matrix `key` plus vector `bias`, of a model that is not trained."""
+        return BiasedLinear(self[bias], self[key], self.cell(self.kernels.add_matmul))
+
     def exact(self) -> nn.Cell:
         """Returns what matrices pass through before products, so that their gradients are float32."""
         return self.cell(Same if self.weights.dtype == "float32" else Float32Gradient)
 
     def float32(self) -> nn.Cell:
-        """Returns what vectors of weights pass through: they are used, and have gradients, in float32."""
-        return self.cell(Same if self.weights.dtype == "float32" else ToFloat32)
+        """Returns what vectors of weights pass through: they are used, and have gradients, in float32.
+
+        Where nothing is trained and kernels take them, they are used as they are.
+        """
+        as_they_are = self.kernels.takes_narrow_vectors and not self.is_trained
+        return self.cell(Same if as_they_are or self.weights.dtype == "float32" else ToFloat32)
 
     def embedding(self) -> nn.Cell:
         """Returns the cell (tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""
@@ -192,6 +201,11 @@ class Shard:
 
     def heads(self) -> Heads:
         return local_heads(self.config, self.weights.layout.mesh.mp)
+
+    def attended_heads(self) -> Heads:
+        """Returns heads as attention gets them: of a model that is not trained, the product adds the bias."""
+        heads = self.heads()
+        return heads if self.is_trained else replace(heads, has_bias=False)
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))

@@ -78,8 +78,8 @@ class GraphCounts:
 
 
 FUSED = GraphCounts(
-    decode=Launches(28, 58),
-    prompt=Launches(30),
+    decode=Launches(18, 52),
+    prompt=Launches(19, 4),
     forward=Launches(23, 28),
     first_back=Launches(59, 29),
     # The head's logits in chunks of some 400 rows.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import mindspore as ms
@@ -61,6 +62,7 @@ class AscendOps:
     # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments.
     rotary_position_embedding: FusedOp = ops.rotary_position_embedding
     swiglu: FusedOp = ops.swiglu
+    addmm: FusedOp = mint.addmm
 
 
 def check_heads(heads: Heads) -> None:
@@ -187,6 +189,13 @@ class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
         return super().mixed(queries, keys, values, hidden, rows)
 
 
+@cache
+def _turning(turning: int, staying: int, dtype: ms.Type) -> tuple[Tensor, Tensor]:
+    """Returns [1, 1, heads, 1] twice: 1 where a head turns, and 1 where it stays."""
+    turns = (np.arange(turning + staying) < turning).astype(np.float32).reshape(1, 1, -1, 1)
+    return Tensor(turns, dtype), Tensor(1.0 - turns, dtype)
+
+
 class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
     """Reads caches as FlashPrefillAttention fills them."""
 
@@ -196,6 +205,23 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
         PlainCachedAttention.__init__(self, heads, keys, values)
         self.fuse(heads, fused, dtype)
         self.decode = fused.incre_flash_attention
+        self.widths = [self.queries, self.kv, self.kv]
+        self.turns, self.stays = _turning(self.queries + self.kv, self.kv, dtype)
+
+    def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
+        """Turns all heads at once, values by no angle, so that one operation splits them."""
+        if self.has_bias:
+            qkv = qkv + bias.astype(qkv.dtype)
+        heads = qkv.reshape(-1, sum(self.widths), self.dim)
+        if self.has_norm:
+            queries, keys, values = mint.split(heads, self.widths, 1)
+            queries = self.apply_rope(self.norm(queries, q_norm), angles)
+            return queries, self.apply_rope(self.norm(keys, k_norm), angles), values
+        angles = ops.expand_dims(angles.astype(qkv.dtype), 1)
+        cos, sin = mint.split(angles, [self.dim, self.dim], 3)
+        cos = cos * self.turns + self.stays
+        turned = self.rotate(ops.expand_dims(heads, 1), cos, sin * self.turns, HALVES)
+        return mint.split(turned.reshape(heads.shape), self.widths, 1)
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
         shape = (mask.shape[0], self.kv, mask.shape[2], self.dim)
@@ -233,6 +259,15 @@ class _FusedSwiGlu(nn.Cell):
         return self.swiglu(both, -1)
 
 
+class _AddMatMul(nn.Cell):
+    def __init__(self, addmm: FusedOp) -> None:
+        super().__init__()
+        self.addmm = addmm
+
+    def construct(self, bias: Any, x: Any, weight: Any) -> Any:
+        return self.addmm(bias.astype(x.dtype), x, weight)
+
+
 class _Largest(nn.Cell):
     """By aclnn's kernel; ops.topk is another operation, which the package registers for the AI CPU alone."""
 
@@ -266,6 +301,9 @@ class AscendKernels(Kernels):
     def glu(self, activation: Activation) -> nn.Cell:
         is_silu = activation == "silu"
         return _FusedSwiGlu(self._ops.swiglu) if is_silu else super().glu(activation)
+
+    def add_matmul(self) -> nn.Cell:
+        return _AddMatMul(self._ops.addmm)
 
     def largest(self, count: int) -> nn.Cell:
         return _Largest(count)

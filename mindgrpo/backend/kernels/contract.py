@@ -26,8 +26,9 @@ class Kernels:
 
     Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T.
 
-    Matrices and tables of weights are of the compute dtype, their vectors float32. Activations go in and out in one
-    dtype: the compute dtype, or float32 where kernels take that.
+    Matrices and tables of weights are of the compute dtype; their vectors are float32, or of the compute dtype as well
+    where nothing is trained and `takes_narrow_vectors`. Activations go in and out in one dtype: the compute dtype, or
+    float32 where kernels take that.
     """
 
     # True where attention's cost follows the samples' lengths, so that one long row wastes nothing.
@@ -36,6 +37,8 @@ class Kernels:
     has_adamw = False
     # Of how many bfloat16 numbers a product's factors are sums (dtypes.py); None where they are float32.
     num_parts: int | None = None
+    # True where vectors of weights may be of the compute dtype.
+    takes_narrow_vectors = True
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots = False
 
@@ -45,6 +48,10 @@ class Kernels:
         The weight's may be of its own dtype or float32.
         """
         return ops.MatMul(transpose_b=transpose_b)
+
+    def add_matmul(self) -> nn.Cell:
+        """Makes a cell: (bias [M], x [N, K], weight [K, M]) -> x weight + bias [N, M], without gradients."""
+        return mindspore_ops.AddMatMul(self.matmul())
 
     def matmul_gradient(self) -> Any:
         """Makes a cell: (x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""

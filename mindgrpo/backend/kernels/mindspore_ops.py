@@ -43,6 +43,16 @@ class RmsNorm(nn.Cell):
         return (exact * scale * weight.astype(ms.float32)).astype(x.dtype)
 
 
+class AddMatMul(nn.Cell):
+    def __init__(self, matmul: Any) -> None:
+        super().__init__()
+        self.matmul = matmul
+
+    def construct(self, bias: Any, x: Any, weight: Any) -> Any:
+        product = self.matmul(x, weight)
+        return product + bias.astype(product.dtype)
+
+
 class RopeAndMask(nn.Cell):
     """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
 

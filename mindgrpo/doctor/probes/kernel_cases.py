@@ -272,6 +272,7 @@ def _cached(heads: Heads) -> Case:
 def cases() -> list[Case]:
     x, added, weight = _floats(37, WIDTH), _floats(37, WIDTH, seed=1), _floats(WIDTH)
     same = (37, WIDTH)
+    matrix = _floats(WIDTH, 2 * WIDTH) / np.sqrt(np.float32(WIDTH))
     return [
         Case("norm", "rms_norm", lambda k: k.rms_norm(1e-6), [x, weight], 1, [same]),
         Case(
@@ -283,6 +284,15 @@ def cases() -> list[Case]:
             [same, same],
         ),
         Case("gate", "glu", lambda k: k.glu("silu"), [_floats(37, 2 * WIDTH)], 1, [same]),
+        Case(
+            "product and bias",
+            "add_matmul",
+            lambda k: k.add_matmul(),
+            [_floats(2 * WIDTH), x, matrix],
+            3,
+            [(37, 2 * WIDTH)],
+            has_gradient=False,
+        ),
         _packed("packed attention, biases", BIASED),
         _packed("packed attention, norms", NORMED),
         _causal("attention in rows of one sample", NORMED),

@@ -53,7 +53,9 @@ class Decode(nn.Cell):
     ) -> None:
         """`takes_all` as in sampling.Candidates."""
         super().__init__()
-        attends = [shard.kernels.cached_attention(shard.heads(), *cache) for cache in caches]
+        attends = [
+            shard.kernels.cached_attention(shard.attended_heads(), *cache) for cache in caches
+        ]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
@@ -101,7 +103,9 @@ class Prefill(nn.Cell):
         self, shard: Shard, caches: list[tuple[Parameter, Parameter]], length: int
     ) -> None:
         super().__init__()
-        attends = [shard.kernels.prefill_attention(shard.heads(), *cache) for cache in caches]
+        attends = [
+            shard.kernels.prefill_attention(shard.attended_heads(), *cache) for cache in caches
+        ]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         rotary = Rotary(shard, length)

@@ -299,6 +299,7 @@ class NativeKernels(Kernels):
     """Kernels in C; what has none is computed by MindSpore's operations."""
 
     ragged = True
+    takes_narrow_vectors = False
     has_adamw = True
     has_slots = True
 
