@@ -26,6 +26,7 @@ from small_generators import assert_same, generator_with, random_weights, reques
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
+from mindgrpo.doctor.probes.kernel_cases import AttentionToCache
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +67,7 @@ def cached_results(
     ]
     at = np.array([4, 0, 10, 7])
     mask = np.where(np.arange(length) <= at[:, None], 0.0, NEVER).astype(np.float32)
-    decode = kernels.cached_attention(heads, *buffers)
+    decode = AttentionToCache(kernels, heads, *buffers)
     inputs = (mask[:, None], angles[at][:, None], (starts + at[:, None]).reshape(-1))
     mask, at_angles, at_rows = inputs
     outs.append(

@@ -26,6 +26,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels import ascend
 from mindgrpo.backend.kernels.ascend import AscendKernels, AscendOps
 from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.doctor.probes.kernel_cases import AttentionToCache
 
 REAL = AscendOps()
 NAMES = [field.name for field in fields(AscendOps)]
@@ -117,7 +118,7 @@ def decode(kernels: AscendKernels) -> Any:
     mask, rows = zeros(SLOTS, 1, LENGTH), zeros(SLOTS * HEADS.kv, dtype=np.int32)
     context = (mask, zeros(SLOTS, 1, 2 * HEADS.dim), rows)
     weights = layer_inputs()[2:5]
-    cell = kernels.cached_attention(HEADS, *cache())
+    cell = AttentionToCache(kernels, HEADS, *cache())
     return cell(zeros(SLOTS, HEADS.width), *weights, *context)
 
 

@@ -78,7 +78,7 @@ class GraphCounts:
 
 
 FUSED = GraphCounts(
-    decode=Launches(18, 52),
+    decode=Launches(14, 57),
     prompt=Launches(19, 4),
     forward=Launches(23, 28),
     first_back=Launches(59, 29),

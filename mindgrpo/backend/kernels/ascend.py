@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import mindspore as ms
@@ -135,7 +134,10 @@ class _FusedAttention(HeadAttention):
     def apply_rope(self, heads: Any, angles: Any) -> Any:
         """Turns heads [N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
         angles = ops.expand_dims(angles.astype(heads.dtype), 1)
-        cos, sin = angles[:, :, :, : self.dim], angles[:, :, :, self.dim :]
+        return self.turned(heads, angles[:, :, :, : self.dim], angles[:, :, :, self.dim :])
+
+    def turned(self, heads: Any, cos: Any, sin: Any) -> Any:
+        cos, sin = cos.astype(heads.dtype), sin.astype(heads.dtype)
         return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
 
     def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
@@ -189,11 +191,22 @@ class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
         return super().mixed(queries, keys, values, hidden, rows)
 
 
-@cache
-def _turning(turning: int, staying: int, dtype: ms.Type) -> tuple[Tensor, Tensor]:
-    """Returns [1, 1, heads, 1] twice: 1 where a head turns, and 1 where it stays."""
-    turns = (np.arange(turning + staying) < turning).astype(np.float32).reshape(1, 1, -1, 1)
-    return Tensor(turns, dtype), Tensor(1.0 - turns, dtype)
+class _AnglesOfHeads(nn.Cell):
+    """Angles [B, 1, 2 D] -> cos and sin [B, 1, 1, D], or [B, 1, heads, D] for heads that turn together with values."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.dim = heads.dim
+        self.for_all = heads.norm_eps is None
+        turning = heads.queries + heads.kv
+        turns = (np.arange(turning + heads.kv) < turning).astype(np.float32).reshape(1, 1, -1, 1)
+        self.turns, self.stays = Tensor(turns), Tensor(1.0 - turns)
+
+    def construct(self, angles: Any) -> Any:
+        cos, sin = mint.split(ops.expand_dims(angles, 1), [self.dim, self.dim], 3)
+        if self.for_all:
+            cos, sin = cos * self.turns + self.stays, sin * self.turns
+        return cos, sin
 
 
 class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
@@ -206,22 +219,17 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
         self.fuse(heads, fused, dtype)
         self.decode = fused.incre_flash_attention
         self.widths = [self.queries, self.kv, self.kv]
-        self.turns, self.stays = _turning(self.queries + self.kv, self.kv, dtype)
 
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
-        """Turns all heads at once, values by no angle, so that one operation splits them."""
+        """Turns all heads at once, so that one operation splits them; `angles` are those of _AnglesOfHeads."""
         if self.has_bias:
             qkv = qkv + bias.astype(qkv.dtype)
         heads = qkv.reshape(-1, sum(self.widths), self.dim)
         if self.has_norm:
             queries, keys, values = mint.split(heads, self.widths, 1)
-            queries = self.apply_rope(self.norm(queries, q_norm), angles)
-            return queries, self.apply_rope(self.norm(keys, k_norm), angles), values
-        angles = ops.expand_dims(angles.astype(qkv.dtype), 1)
-        cos, sin = mint.split(angles, [self.dim, self.dim], 3)
-        cos = cos * self.turns + self.stays
-        turned = self.rotate(ops.expand_dims(heads, 1), cos, sin * self.turns, HALVES)
-        return mint.split(turned.reshape(heads.shape), self.widths, 1)
+            queries = self.turned(self.norm(queries, q_norm), *angles)
+            return queries, self.turned(self.norm(keys, k_norm), *angles), values
+        return mint.split(self.turned(heads, *angles), self.widths, 1)
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
         shape = (mask.shape[0], self.kv, mask.shape[2], self.dim)
@@ -323,6 +331,9 @@ class AscendKernels(Kernels):
         if self._dtype is None:
             return super().prefill_attention(heads, keys, values)
         return FlashPrefillAttention(heads, self._ops, self._dtype, keys, values)
+
+    def cached_angles(self, heads: Heads) -> nn.Cell:
+        return super().cached_angles(heads) if self._dtype is None else _AnglesOfHeads(heads)
 
     def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         if self._dtype is None:

@@ -116,9 +116,13 @@ class Kernels:
         """
         return mindspore_ops.PlainPrefillAttention(heads, keys, values)
 
+    def cached_angles(self, heads: Heads) -> nn.Cell:
+        """Makes a cell: rows of the rotary table [B, 1, 2 D] -> angles as every `cached_attention` takes them."""
+        return nn.Identity()
+
     def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         """Makes a cell of one token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S],
-        angles [B, 1, 2 D], cache_rows int32 [B kv]) -> mixed [B, queries D].
+        angles of `cached_angles`, cache_rows int32 [B kv]) -> mixed [B, queries D].
 
         The parameters `keys` and `values` [B kv S, D] hold S positions of each slot's heads. The token's own go to
         `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see.

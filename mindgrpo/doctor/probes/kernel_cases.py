@@ -165,6 +165,19 @@ class AttentionOfRows(nn.Cell):
         return self.attention(qkv, bias, q_norm, k_norm, one, other)
 
 
+class AttentionToCache(nn.Cell):
+    """Computes attention of a token of each slot, its angles made from rows of the rotary table."""
+
+    def __init__(self, kernels: Kernels, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__()
+        self.angles = kernels.cached_angles(heads)
+        self.attention = kernels.cached_attention(heads, keys, values)
+
+    def construct(self, qkv: Any, *others: Any) -> Any:
+        bias, q_norm, k_norm, mask, angles, rows = others
+        return self.attention(qkv, bias, q_norm, k_norm, mask, self.angles(angles), rows)
+
+
 def _floats(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
 
@@ -264,7 +277,7 @@ def _cached(heads: Heads) -> Case:
     others = [mask[:, None], _rotary(heads)[at][:, None], rows]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return kernels.cached_attention(heads, *_caches(heads))
+        return AttentionToCache(kernels, heads, *_caches(heads))
 
     return _attention("attention to the cache", "cached_attention", make, heads, SLOTS, others)
 

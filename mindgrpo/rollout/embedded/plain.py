@@ -64,6 +64,7 @@ class Decode(nn.Cell):
         rotary = Rotary(shard, length)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)
+        self.angles = shard.kernels.cached_angles(shard.attended_heads())
         self.order = Tensor([list(range(length))], ms.int32)
         heads = slots * shard.kv_heads
         self.row_starts = Tensor([[i * length for i in range(heads)]], ms.int32).reshape(
@@ -80,7 +81,7 @@ class Decode(nn.Cell):
         rows = (self.row_starts + at).reshape(-1)
         angles = []
         for table in self.tables:
-            angles.append(ops.expand_dims(ops.gather(table, positions, 0), 1))
+            angles.append(self.angles(ops.expand_dims(ops.gather(table, positions, 0), 1)))
         x = self.embed(tokens)
         added = x
         for i in range(len(self.layers)):
