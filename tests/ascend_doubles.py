@@ -101,12 +101,15 @@ def incre_flash_attention(
     inner_precise=1,
     kv_padding_size=None,
 ):
-    """query [B, N, 1, D], one key and value [B, kv, S, D], mask [B, 1, S]."""
+    """query [B, N, 1, D], one key and value [B, kv, S, D], mask [B, 1, S]; of equal actual lengths no more is read."""
     if input_layout != "BNSD" or len(key) != 1 or len(value) != 1 or query.shape[2] != 1:
         raise ValueError("the double takes layout BNSD and one token of each sample")
-    heads = (num_heads, num_key_value_heads or num_heads)
-    hidden = ops.expand_dims(attn_mask, 1)
-    return mixed(query, key[0], value[0], hidden, scale_value, input_layout, heads)
+    if len(actual_seq_lengths) != query.shape[0] or len(set(actual_seq_lengths)) != 1:
+        raise ValueError("the double takes one length for all samples")
+    heads, read = (num_heads, num_key_value_heads or num_heads), actual_seq_lengths[0]
+    hidden = ops.expand_dims(attn_mask, 1)[:, :, :, :read]
+    keys, values = key[0][:, :, :read], value[0][:, :, :read]
+    return mixed(query, keys, values, hidden, scale_value, input_layout, heads)
 
 
 def rms_norm(x, gamma, epsilon=1e-6):

@@ -5,6 +5,7 @@ Does not prove more than test_ascend_kernels.py does: nothing of an Ascend devic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -44,9 +45,13 @@ def caches(heads: Heads, slots: int, length: int, dtype: Any = ms.float32) -> li
 
 
 def cached_results(
-    kernels: Kernels, heads: Heads, dtype: Any = ms.float32
+    kernels: Kernels,
+    heads: Heads,
+    dtype: Any = ms.float32,
+    at: tuple[int, ...] = (4, 0, 10, 7),
+    read: int = 11,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Two prompts of 5 into slots 0, 2 and 3 of four, then a token of each slot: outputs, and the caches."""
+    """Two prompts of 5 into slots 0, 2 and 3 of four, then a token of each slot at `at`: outputs, and the caches."""
     slots, length, prompt = 4, 11, 5
     buffers = caches(heads, slots, length, dtype)
     angles, weights = rotary_of(heads), [Tensor(x) for x in weights_of(heads)]
@@ -65,10 +70,10 @@ def cached_results(
             Tensor(rows.astype(np.int32)),
         )
     ]
-    at = np.array([4, 0, 10, 7])
-    mask = np.where(np.arange(length) <= at[:, None], 0.0, NEVER).astype(np.float32)
-    decode = AttentionToCache(kernels, heads, *buffers)
-    inputs = (mask[:, None], angles[at][:, None], (starts + at[:, None]).reshape(-1))
+    columns = np.array(at)
+    mask = np.where(np.arange(length) <= columns[:, None], 0.0, NEVER).astype(np.float32)
+    decode = AttentionToCache(kernels, heads, *buffers, read)
+    inputs = (mask[:, None], angles[columns][:, None], (starts + columns[:, None]).reshape(-1))
     mask, at_angles, at_rows = inputs
     outs.append(
         decode(
@@ -96,6 +101,19 @@ def test_prompts_and_cached_tokens_agree(heads: Heads, dtype: str) -> None:
         assert_close(one, other, TOLERANCE["float32"])
 
 
+@eager()
+@pytest.mark.parametrize("make", [Kernels, fused])
+def test_what_is_not_read_of_a_cache_changes_nothing(make: Callable[[], Kernels]) -> None:
+    heads = HEADS[2]
+    (part, part_caches), (whole, whole_caches) = (
+        cached_results(make(), heads, at=(4, 0, 7, 7), read=read) for read in (8, 11)
+    )
+    for one, other in zip(part + part_caches, whole + whole_caches, strict=True):
+        assert_close(one, other, 1e-6)
+    cut, _ = cached_results(make(), heads, at=(4, 0, 7, 7), read=7)
+    assert np.abs(cut[1][2:] - whole[1][2:]).max() > 1e-3
+
+
 def test_a_cache_may_have_the_dtype_of_the_attention() -> None:
     heads = HEADS[0]
     ours, our_caches = cached_results(fused("float16"), heads, ms.float16)
@@ -106,8 +124,19 @@ def test_a_cache_may_have_the_dtype_of_the_attention() -> None:
 
 def test_a_generator_with_them_writes_the_same_tokens(backend: CpuBackend) -> None:
     weights = random_weights(backend)
+    plain = run(generator_with(weights, backend, Kernels()), requests_of())
     # Its heads are of 8, which no fused attention takes; the doubles do.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mindgrpo.backend.kernels.ascend.DIM_STEP", 8)
-        ours = run(generator_with(weights, backend, fused()), requests_of())
-    assert_same(ours, run(generator_with(weights, backend, Kernels()), requests_of()))
+        assert_same(run(generator_with(weights, backend, fused()), requests_of()), plain)
+    # Caches that are read no further than the longest sample in them.
+    reads: set[int] = set()
+
+    def read_length(length: int, position: int) -> int:
+        reads.add(min(length, position // 4 * 4 + 4))
+        return min(length, position // 4 * 4 + 4)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mindgrpo.rollout.embedded.plain.read_length", read_length)
+        assert_same(run(generator_with(weights, backend, Kernels(), slots=8), requests_of()), plain)
+    assert len(reads) > 1

@@ -118,7 +118,7 @@ def decode(kernels: AscendKernels) -> Any:
     mask, rows = zeros(SLOTS, 1, LENGTH), zeros(SLOTS * HEADS.kv, dtype=np.int32)
     context = (mask, zeros(SLOTS, 1, 2 * HEADS.dim), rows)
     weights = layer_inputs()[2:5]
-    cell = AttentionToCache(kernels, HEADS, *cache())
+    cell = AttentionToCache(kernels, HEADS, *cache(), LENGTH // 2)
     return cell(zeros(SLOTS, HEADS.width), *weights, *context)
 
 

@@ -153,7 +153,7 @@ HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))
 def decode(device: Backend, layers: int, sampling: SamplingParams = SAMPLING) -> Any:
     model = Model(device, layers, is_trained=False)
     seen = model.seen() if sampling.repetition_penalty != 1.0 else None
-    cell = Decode(model.shard, model.caches(), SLOTS, LENGTH, sampling, seen)
+    cell = Decode(model.shard, model.caches(), SLOTS, LENGTH, LENGTH // 2, sampling, seen)
     return cell(zeros(SLOTS), zeros(SLOTS), zeros(SLOTS, 2), zeros(SLOTS, dtype=np.float32))
 
 

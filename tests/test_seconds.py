@@ -25,8 +25,9 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.plan import layouts
 from mindgrpo.plan.memory import most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
-from mindgrpo.plan.seconds import Rates, Roofline, SampleCounts, speeds_of
+from mindgrpo.plan.seconds import Rates, Roofline, SampleCounts, mean_read, speeds_of
 from mindgrpo.plan.work import FUSED, NATIVE, LayerWork, Passes
+from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "ascend" / "qwen2_5_7b_8npu" / "grpo_config.yaml"
@@ -255,3 +256,16 @@ def test_a_processors_run_is_estimated_with_its_own_kernels() -> None:
     step = Roofline(plan).step()
     assert Roofline(plan).counts in (NATIVE, FUSED)
     assert all(np.isfinite(phase.seconds) for phase in step.phases) and step.total > 0
+
+
+def test_caches_are_read_to_the_least_length_that_has_the_longest_sample() -> None:
+    assert read_lengths(2048) == (512, 1024, 2048) and read_lengths(400) == (400,)
+    assert [read_length(2048, position) for position in (0, 511, 512, 2047)] == [
+        512,
+        512,
+        1024,
+        2048,
+    ]
+    # 100 tokens of prompt: 413 tokens, 512 and 75 more, then 200 while others end.
+    read = (413 * 512 + 512 * 1024 + (75 + 200) * 2048) / 1200
+    assert mean_read(2048, 100, 1000, 1200) == pytest.approx(read)

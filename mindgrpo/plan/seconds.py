@@ -26,6 +26,7 @@ from mindgrpo.plan.activations import kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, share_of
 from mindgrpo.plan.work import FLOAT, FUSED, NATIVE, GraphCounts, LayerWork, Passes, Work
+from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
 # Weights, gradients and two moments are read, and written with a copy in 16 bits.
 FEWEST_OPTIMIZER_BYTES = 34
@@ -385,7 +386,11 @@ class Roofline:
         waves = math.ceil(own / slots)
         steps = (waves - 1) * samples.completion + samples.longest
         cached = samples.prompt + samples.completion / 2
-        read = cache.max_prompt + cache.max_tokens if counts.whole_cache else cached
+        length, read = cache.max_prompt + cache.max_tokens, cached
+        if counts.whole_cache:
+            read = length
+        if counts.part_caches:
+            read = mean_read(length, samples.prompt, samples.longest, steps)
         # Slots whose sample has ended are computed with the others where a graph decodes.
         active = own * samples.completion / steps if counts.is_serial else slots
         work = layers.decode(active, num_layers, cached, read) * steps
@@ -445,7 +450,10 @@ class Roofline:
         """Returns the seconds of the rank that compiles most."""
         plan, counts = self.plan, self.counts
         whole = plan.model.num_hidden_layers
-        kernels = counts.tokens_a_graph * counts.decode.of(whole) + counts.prompt.of(whole)
+        cache = plan.cache_config
+        lengths = read_lengths(cache.max_prompt + cache.max_tokens) if counts.part_caches else (0,)
+        kernels = len(lengths) * counts.tokens_a_graph * counts.decode.of(whole)
+        kernels += counts.prompt.of(whole)
         if plan.reference is not None:
             kernels += counts.forward.of(math.ceil(whole / plan.reference.mesh.pp))
         own = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
@@ -459,3 +467,9 @@ class Roofline:
             f"for {name}, prompts of {samples.prompt} tokens and completions of {samples.completion:.0f}, the longest "
             f"{samples.longest}: keys of context.roofline (docs/plan.md)"
         )
+
+
+def mean_read(length: int, prompt: int, longest: int, steps: float) -> float:
+    """Returns how far a cache of `length` is read on average: as the first samples grow, then to the longest."""
+    reads = [read_length(length, min(length, prompt + made) - 1) for made in range(longest)]
+    return (sum(reads) + (steps - longest) * reads[-1]) / steps

@@ -42,9 +42,10 @@ class GraphCounts:
     stage again, and what is recomputed once more.
     `float32_sums`: results of layers are summed over ranks in float32, whatever the compute dtype.
     `whole_mask`: attention computes every pair of a row's tokens, or half of them (`is_causal`) where the row is one
-    sample. `whole_cache`: a decoded token reads the cache to its
-    full length. `fits_rows`: rows are as long as their content needs. `whole_prompts`: prompts are brought in one a
-    call, padded to the longest. `is_serial`: the next kernel is launched when the last one has ended.
+    sample. `whole_cache`: a decoded token reads the cache to its full length; `part_caches`: to the least of the
+    generator's read_lengths that has all samples. `fits_rows`: rows are as long as their content needs.
+    `whole_prompts`: prompts are brought in one a call, padded to the longest. `is_serial`: the next kernel is launched
+    when the last one has ended.
     `tokens_a_graph`: tokens that one call of the decoding graph makes.
     `slow_a_logit`: elements of slow operations per logit that a token is drawn from. `decode_waits`: waits of the
     host a call of the decoding graph.
@@ -63,6 +64,7 @@ class GraphCounts:
     whole_mask: bool
     is_causal: bool
     whole_cache: bool
+    part_caches: bool
     fits_rows: bool
     whole_prompts: bool
     is_serial: bool
@@ -89,7 +91,8 @@ FUSED = GraphCounts(
     float32_sums=False,
     whole_mask=True,
     is_causal=True,
-    whole_cache=True,
+    whole_cache=False,
+    part_caches=True,
     fits_rows=True,
     whole_prompts=True,
     is_serial=False,
@@ -116,6 +119,7 @@ NATIVE = GraphCounts(
     whole_mask=False,
     is_causal=True,
     whole_cache=False,
+    part_caches=False,
     fits_rows=True,
     whole_prompts=False,
     is_serial=True,

@@ -45,6 +45,7 @@ EARLIER = replace(
     whole_mask=True,
     is_causal=False,
     whole_cache=True,
+    part_caches=False,
     fits_rows=False,
     whole_prompts=True,
     tokens_a_graph=4,

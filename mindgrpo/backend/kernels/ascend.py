@@ -213,9 +213,9 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
     """Reads caches as FlashPrefillAttention fills them."""
 
     def __init__(
-        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
+        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any, read: int
     ) -> None:
-        PlainCachedAttention.__init__(self, heads, keys, values)
+        PlainCachedAttention.__init__(self, heads, keys, values, read)
         self.fuse(heads, fused, dtype)
         self.decode = fused.incre_flash_attention
         self.widths = [self.queries, self.kv, self.kv]
@@ -239,6 +239,7 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
             (keys.reshape(shape).astype(self.dtype),),
             (values.reshape(shape).astype(self.dtype),),
             attn_mask=mask < 0.0,
+            actual_seq_lengths=(self.read,) * mask.shape[0],
             num_heads=self.queries,
             input_layout="BNSD",
             scale_value=self.scale,
@@ -335,7 +336,7 @@ class AscendKernels(Kernels):
     def cached_angles(self, heads: Heads) -> nn.Cell:
         return super().cached_angles(heads) if self._dtype is None else _AnglesOfHeads(heads)
 
-    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+    def cached_attention(self, heads: Heads, keys: Any, values: Any, read: int) -> nn.Cell:
         if self._dtype is None:
-            return super().cached_attention(heads, keys, values)
-        return FlashCachedAttention(heads, self._ops, self._dtype, keys, values)
+            return super().cached_attention(heads, keys, values, read)
+        return FlashCachedAttention(heads, self._ops, self._dtype, keys, values, read)

@@ -120,14 +120,15 @@ class Kernels:
         """Makes a cell: rows of the rotary table [B, 1, 2 D] -> angles as every `cached_attention` takes them."""
         return nn.Identity()
 
-    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+    def cached_attention(self, heads: Heads, keys: Any, values: Any, read: int) -> nn.Cell:
         """Makes a cell of one token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S],
         angles of `cached_angles`, cache_rows int32 [B kv]) -> mixed [B, queries D].
 
         The parameters `keys` and `values` [B kv S, D] hold S positions of each slot's heads. The token's own go to
-        `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see.
+        `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see: none of it
+        behind the first `read` positions.
         """
-        return mindspore_ops.PlainCachedAttention(heads, keys, values)
+        return mindspore_ops.PlainCachedAttention(heads, keys, values, read)
 
     def largest(self, count: int) -> nn.Cell:
         """Makes a cell: x [B, V] -> (the `count` largest of each row [B, count], falling, and their columns)."""

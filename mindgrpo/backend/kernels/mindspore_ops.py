@@ -178,9 +178,10 @@ class PlainPrefillAttention(HeadAttention):
 
 
 class PlainCachedAttention(HeadAttention):
-    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+    def __init__(self, heads: Heads, keys: Any, values: Any, read: int) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values
+        self.read = read
 
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any, cache_rows: Any
@@ -195,13 +196,15 @@ class PlainCachedAttention(HeadAttention):
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
         """Mixes values: `queries` [B, queries, D] against all of the cache [B kv S, D] -> mixed [B, queries D]"""
-        slots, length = mask.shape[0], mask.shape[2]
+        slots, length, read = mask.shape[0], mask.shape[2], self.read
         keys = keys.reshape(slots * self.kv, length, self.dim)
         values = values.reshape(slots * self.kv, length, self.dim)
+        if read < length:
+            keys, values, mask = keys[:, :read], values[:, :read], mask[:, :, :read]
         queries = queries.reshape(slots * self.kv, self.group, self.dim)
         scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(slots, self.queries, length).astype(ms.float32) + mask
-        weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, length)
+        scores = scores.reshape(slots, self.queries, read).astype(ms.float32) + mask
+        weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, read)
         return self.mix(weights.astype(values.dtype), values).reshape(slots, -1)
 
 

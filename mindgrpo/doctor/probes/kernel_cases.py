@@ -168,10 +168,10 @@ class AttentionOfRows(nn.Cell):
 class AttentionToCache(nn.Cell):
     """Computes attention of a token of each slot, its angles made from rows of the rotary table."""
 
-    def __init__(self, kernels: Kernels, heads: Heads, keys: Any, values: Any) -> None:
+    def __init__(self, kernels: Kernels, heads: Heads, keys: Any, values: Any, read: int) -> None:
         super().__init__()
         self.angles = kernels.cached_angles(heads)
-        self.attention = kernels.cached_attention(heads, keys, values)
+        self.attention = kernels.cached_attention(heads, keys, values, read)
 
     def construct(self, qkv: Any, *others: Any) -> Any:
         bias, q_norm, k_norm, mask, angles, rows = others
@@ -268,18 +268,18 @@ def _prefill(heads: Heads) -> Case:
     return _attention("attention of prompts", "prefill_attention", make, heads, 2 * prompt, others)
 
 
-def _cached(heads: Heads) -> Case:
-    """Makes a case of a token of each of three slots that are filled to different lengths."""
-    at = np.array([5, 0, LENGTH - 1])
+def _cached(name: str, heads: Heads, read: int) -> Case:
+    """Makes a case of a token of each of three slots that are filled to different lengths, `read` at most."""
+    at = np.array([5, 0, read - 1])
     mask = np.where(np.arange(LENGTH) <= at[:, None], 0.0, NEVER).astype(np.float32)
     starts = np.arange(SLOTS * heads.kv).reshape(SLOTS, heads.kv) * LENGTH
     rows = (starts + at[:, None]).reshape(-1).astype(np.int32)
     others = [mask[:, None], _rotary(heads)[at][:, None], rows]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return AttentionToCache(kernels, heads, *_caches(heads))
+        return AttentionToCache(kernels, heads, *_caches(heads), read)
 
-    return _attention("attention to the cache", "cached_attention", make, heads, SLOTS, others)
+    return _attention(name, "cached_attention", make, heads, SLOTS, others)
 
 
 def cases() -> list[Case]:
@@ -310,5 +310,6 @@ def cases() -> list[Case]:
         _packed("packed attention, norms", NORMED),
         _causal("attention in rows of one sample", NORMED),
         _prefill(BIASED),
-        _cached(BIASED),
+        _cached("attention to the cache", BIASED, LENGTH),
+        _cached("attention to a part of the cache", NORMED, LENGTH // 2),
     ]

@@ -20,12 +20,25 @@ LANES = 16
 PROMPT_ROWS = 512
 # And one of the plain decoder's, which takes prompts whole.
 PREFILL_TOKENS = 1024
+# The plain decoder's graphs read caches to a quarter, to a half, or all of them, where that is so much at least.
+READS, LEAST_READ = (4, 2), 256
 # With fewer slots than samples, prompts of the next samples are brought in while the last ones of others still run.
 PREFIXES_AHEAD = 3
 
 
 def padded(count: int) -> int:
     return -(-count // LANES) * LANES
+
+
+def read_lengths(length: int) -> tuple[int, ...]:
+    """Lists how far the plain decoder's graphs read slots of `length` positions, rising; the last reads all."""
+    shorter = (padded(-(-length // share)) for share in READS)
+    return (*(own for own in shorter if LEAST_READ <= own < length), length)
+
+
+def read_length(length: int, position: int) -> int:
+    """Returns the least of read_lengths that has `position`."""
+    return next(own for own in read_lengths(length) if own > position)
 
 
 @dataclass(frozen=True)

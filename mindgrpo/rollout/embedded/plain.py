@@ -2,7 +2,8 @@
 
 What every device has, and what faster kernels are held to. Computes all slots at every step, in use or not; a prompt's
 samples enter together, so that it is computed once. A call makes one token of every slot, so that a device may launch
-its kernels as one; the host chooses it among the candidates that the graph gives (sampling.py).
+its kernels as one, and reads caches to one of a few lengths, as the longest sample needs; the host chooses the token
+among the candidates that the graph gives (sampling.py).
 
 The cache of a layer is one array [slots * K * S, D]; row (slot * K + head) * S + position. `B` slots, `S` cache
 length; other letters as in models/decoder.py.
@@ -25,7 +26,7 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.backend.kernels.shapes import NEVER
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
-from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, read_length
 from mindgrpo.rollout.embedded.sampling import Candidates, Drawn, draw
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.noise import position_keys
@@ -47,15 +48,15 @@ class Decode(nn.Cell):
         caches: list[tuple[Parameter, Parameter]],
         slots: int,
         length: int,
+        read: int,
         sampling: SamplingParams,
         seen: Parameter | None,
         takes_all: bool = False,
     ) -> None:
-        """`takes_all` as in sampling.Candidates."""
+        """`read` of a slot's `length` positions are read; `takes_all` as in sampling.Candidates."""
         super().__init__()
-        attends = [
-            shard.kernels.cached_attention(shard.attended_heads(), *cache) for cache in caches
-        ]
+        heads = shard.attended_heads()
+        attends = [shard.kernels.cached_attention(heads, *cache, read) for cache in caches]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
@@ -64,12 +65,10 @@ class Decode(nn.Cell):
         rotary = Rotary(shard, length)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)
-        self.angles = shard.kernels.cached_angles(shard.attended_heads())
+        self.angles = shard.kernels.cached_angles(heads)
         self.order = Tensor([list(range(length))], ms.int32)
-        heads = slots * shard.kv_heads
-        self.row_starts = Tensor([[i * length for i in range(heads)]], ms.int32).reshape(
-            slots, shard.kv_heads
-        )
+        starts = np.arange(slots * shard.kv_heads, dtype=np.int32) * length
+        self.row_starts = Tensor(starts.reshape(slots, shard.kv_heads))
         self.penalises = seen is not None
         self.seen = seen
         self.ids = Tensor([list(range(first, first + vocabulary))], ms.int32)
@@ -174,12 +173,12 @@ class PlainDecoder:
             seen = self.pools[-1].parameter("seen", 0, room)
             self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 
-        def decoder(sampling: SamplingParams, takes_all: bool) -> Any:
-            room = (cache_config.slots, self._length)
+        def decoder(read: int, sampling: SamplingParams, takes_all: bool) -> Any:
+            room = (cache_config.slots, self._length, read)
             cell = Decode(shard, caches, *room, sampling, seen, takes_all)
             return backend.graph(cell, DECODE)
 
-        # One for each sampling, and one more for tokens that are no candidates.
+        # One for each length and sampling, and one more for tokens that are no candidates.
         self._decoder = cache(decoder)
         self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
 
@@ -284,5 +283,8 @@ class PlainDecoder:
 
     def _draw(self, keys: np.ndarray, banned: np.ndarray, takes_all: bool) -> Drawn:
         inputs = (self._tokens, self._positions, keys.view(np.int32).reshape(-1, 2), banned)
-        columns = self._decoder(self._sampling, takes_all)(*map(Tensor, inputs))
+        last = int(self._positions[self._sample != IDLE].max())
+        # What is needed for few tokens is compiled once.
+        read = self._length if takes_all else read_length(self._length, last)
+        columns = self._decoder(read, self._sampling, takes_all)(*map(Tensor, inputs))
         return draw(self._sampling, columns.asnumpy(), keys, self._shard.local_vocab)
