@@ -49,42 +49,40 @@ def _signed(number: int) -> int:
     return int(np.uint32(number).astype(np.int32))
 
 
-class _Triple32(nn.Cell):
-    """(low int32 [B], high int32 [B]) -> int32 [B, numbers], see noise._triple32."""
-
-    def __init__(self, numbers: np.ndarray) -> None:
-        super().__init__()
-        self.strides = Tensor((numbers * TOKEN_STRIDE).astype(np.int32)[None])
-        self.shifts = tuple(shift for shift, _ in TRIPLE32)
-        self.factors = tuple(_signed(factor) for _, factor in TRIPLE32)
-
-    def construct(self, low: Any, high: Any) -> Any:
-        x = self.strides + ops.expand_dims(low, 1)
-        for i in range(len(self.shifts)):
-            x = ops.bitwise_xor(x, right_shift(x, self.shifts[i]))
-            if i == 1:
-                x = x + ops.expand_dims(high, 1)
-            x = x * self.factors[i]
-        return ops.bitwise_xor(x, right_shift(x, 14))
-
-
 class GumbelNoise(nn.Cell):
-    """keys int32 [B, 2], halves of noise.position_keys -> float32 [B, tokens], for tokens from `first` on."""
+    """keys int32 [B, 2], halves of noise.position_keys -> float32 [B, tokens], for tokens from `first` on.
+
+    Numbers of pairs and of tokens are hashed together: of 32 tokens one row of 16 pairs and two of tokens, whose keys
+    have their halves exchanged.
+    """
 
     def __init__(self, first: int, num_tokens: int) -> None:
         super().__init__()
-        begin, end = first // 32 * 32, first + num_tokens
-        self.start, self.stop = first - begin, end - begin
-        self.pairs = _Triple32(np.arange(begin // 2, -(-end // 32) * 16, dtype=np.uint32))
-        self.tokens = _Triple32(np.arange(first, end, dtype=np.uint32))
+        begin, end = first // 32 * 32, -(-(first + num_tokens) // 32) * 32
+        self.start, self.stop = first - begin, first + num_tokens - begin
+        pairs = np.arange(begin // 2, end // 2, dtype=np.uint32).reshape(-1, 1, 16)
+        tokens = np.arange(begin, end, dtype=np.uint32).reshape(-1, 2, 16)
+        numbers = np.concatenate([pairs, tokens], 1)
+        self.strides = Tensor((numbers * TOKEN_STRIDE).astype(np.int32)[None])
+        # Which half of the key is added at first, and which later, to each of the three rows.
+        self.halves = Tensor([0, 1, 1], ms.int32), Tensor([1, 0, 0], ms.int32)
+        self.shifts = tuple(shift for shift, _ in TRIPLE32)
+        self.factors = tuple(_signed(factor) for _, factor in TRIPLE32)
 
     def bits(self, keys: Any) -> Any:
         """Returns int32 [B, tokens] with the bits of noise.token_bits."""
-        low, high = keys[:, 0], keys[:, 1]
-        pairs = self.pairs(low, high).reshape(keys.shape[0], -1, 1, 16)
-        halves = ops.concat((pairs * 65536, ops.bitwise_and(pairs, -65536)), 2)
-        upper = halves.reshape(keys.shape[0], -1)[:, self.start : self.stop]
-        return ops.bitwise_or(upper, right_shift(self.tokens(high, low), 16))
+        first, second = [ops.gather(keys, half, 1).reshape(-1, 1, 3, 1) for half in self.halves]
+        x = self.strides + first
+        for i in range(len(self.shifts)):
+            x = ops.bitwise_xor(x, right_shift(x, self.shifts[i]))
+            if i == 1:
+                x = x + second
+            x = x * self.factors[i]
+        x = ops.bitwise_xor(x, right_shift(x, 14))
+        pairs, tokens = x[:, :, :1], x[:, :, 1:]
+        upper = ops.concat((pairs * 65536, ops.bitwise_and(pairs, -65536)), 2)
+        bits = ops.bitwise_or(upper, right_shift(tokens, 16)).reshape(keys.shape[0], -1)
+        return bits[:, self.start : self.stop]
 
     def construct(self, keys: Any) -> Any:
         return variates(self.bits(keys))
@@ -96,12 +94,12 @@ def variates(bits: Any) -> Any:
     # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
     nearest = ops.where(is_upper, -1 - bits, bits)
     share = (nearest.astype(ms.float32) + 0.5) * 2.0**-32
-    # -log(1 - share) of small shares, the largest variates, as its series: log1p was seen to be log of the sum.
-    series = share / 7.0
+    # log(1 - share) of small shares, the largest variates, as its series: log1p was seen to be log of the sum.
+    series = share / -7.0
     for i in range(6, 0, -1):
-        series = (series + 1.0 / i) * share
-    upper = ops.where(share < 0.0625, series, -ops.log(1.0 - share))
-    return -ops.log(ops.where(is_upper, upper, -ops.log(share)))
+        series = (series - 1.0 / i) * share
+    log = ops.log(ops.where(is_upper, 1.0 - share, share))
+    return -ops.log(-ops.where(ops.logical_and(is_upper, share < 0.0625), series, log))
 
 
 class Candidates(nn.Cell):
