@@ -123,8 +123,11 @@ PROGRAM_THAT_FAILS = textwrap.dedent(
     import json, os, sys
     folder, rank = sys.argv[1], int(os.environ.get("RANK_ID", "0"))
     with open(f"{folder}/rank_{rank}.jsonl", "a") as file:
-        file.write(json.dumps({"section": "communication", "starts": "all-gather"}) + chr(10))
-    print("this rank is about to fail", flush=True)
+        file.write(json.dumps({"starts": "all-gather", "figures": {}, "pid": os.getpid()}) + chr(10))
+    logs = os.environ["ASCEND_PROCESS_LOG_PATH"] + "/debug/plog"
+    os.makedirs(logs)
+    with open(f"{logs}/plog-1_2.log", "w") as file:
+        file.write("[INFO] HCCL(1,python): up" + chr(10) + "[ERROR] HCCL(1,python): the link is down" + chr(10))
     sys.exit(7)
     """
 )
@@ -144,14 +147,14 @@ PLANTS_KERNELS = textwrap.dedent(
                 if type(kernels).__name__ == "NativeKernels":
                     if case.name == "packed attention, biases":
                         os.kill(os.getpid(), signal.SIGKILL)
-                    if case.name == "norm of a sum" or broken:
+                    if case.name == "add rms norm" or broken:
                         broken.append(case.name)
                         raise RuntimeError("this kernel breaks its process")
                 return case.make(kernels)
 
             return replace(case, make=make)
 
-        module.cases = lambda: [planted(case) for case in real()]
+        module.cases = lambda *own: [planted(case) for case in real(*own)]
 
     class Finder:
         def find_spec(self, name, path, target=None):

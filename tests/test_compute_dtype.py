@@ -36,7 +36,7 @@ from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
-from mindgrpo.models.precision import loss_scale
+from mindgrpo.models.precision import loss_scale, plain_kernels
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.training.policy import Policy
@@ -317,6 +317,18 @@ def test_without_compiled_graphs_a_run_computes_in_float32() -> None:
     assert resolve_compute_dtype("auto", ASCEND, False, False, "auto") == "float32"
     with pytest.raises(UserError, match="set context.mode to 0"):
         resolve_compute_dtype("float16", ON_DEVICE, False, False, "auto")
+
+
+def test_plain_kernels_are_those_of_a_device() -> None:
+    def names(*given: str, **context: str) -> list[str]:
+        own = {"device_target": "CPU", "plain_kernels": [*given], **context}
+        return plain_kernels(Config.model_validate({"context": own}))
+
+    assert names("attention", backend="device") == ["attention"] and names() == []
+    with pytest.raises(UserError, match="set MINDGRPO_NATIVE=0"):
+        names("attention")
+    with pytest.raises(ValueError, match="must hold only rms_norm, .*cached_attention"):
+        names("softmax", backend="device")
 
 
 def test_a_loss_scale_is_for_float16_alone() -> None:

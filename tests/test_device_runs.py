@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from ascend_doubles import fused
 from small_runs import completions, make_inputs, rows, run
 
+from mindgrpo.backend.kernels.ascend import AscendKernels, AscendOps
+from mindgrpo.backend.targets import FUSED_KERNELS
 from mindgrpo.monitor.metrics import read_metrics
 
 DEVICE = ("--context.backend", "device")
@@ -59,6 +63,36 @@ def _close(key: str, one: Any, other: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5, err_msg=key)
     else:
         assert one == other, key
+
+
+def test_without_its_fused_kernels_a_device_computes_the_same(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Doubles in the place of an NPU's operations; heads are of 8, which no fused attention takes but they do."""
+    ordinary = made(*STEPS, *DEVICE)
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a fused kernel was called")
+
+    def without() -> AscendKernels:
+        kernels = fused()
+        kernels._ops = AscendOps(*[refused] * len(fields(AscendOps)))
+        return kernels
+
+    monkeypatch.setattr("mindgrpo.backend.kernels.ascend.DIM_STEP", 8)
+    monkeypatch.setattr("mindgrpo.backend.device.host_cpu.Kernels", without)
+    names = ("--context.plain_kernels", ",".join(FUSED_KERNELS))
+    assert_same(made(*STEPS, *DEVICE, *names), ordinary)
+    one_step = ("--rl_config.max_steps", "1", "--output_dir", str(tmp_path / "run"), *DEVICE)
+    with pytest.raises(Exception, match="a fused kernel was called"):
+        made(*one_step)
+    monkeypatch.setattr("mindgrpo.backend.device.host_cpu.Kernels", fused)
+    assert_same(made(*STEPS, *DEVICE, "--monitor_config.report", "false"), ordinary)
+
+
+def test_what_can_be_left_is_what_an_npu_has() -> None:
+    own = {name for name, value in vars(AscendKernels).items() if callable(value)}
+    assert own - {"__init__", "rope_and_mask", "cached_angles"} == {*FUSED_KERNELS}
 
 
 def copied(run: Path) -> list[int]:

@@ -27,9 +27,10 @@ from npu_stand_ins import (
 from mindgrpo.backend import targets
 from mindgrpo.cli.verbs import main
 from mindgrpo.doctor import first_step
-from mindgrpo.doctor.examine import SECTIONS, telling_variables
-from mindgrpo.doctor.probes import host, versions
-from mindgrpo.doctor.probes.host import Holder, read_smi
+from mindgrpo.doctor.examine import RUNGS, telling_variables
+from mindgrpo.doctor.jobs import CheckLine
+from mindgrpo.doctor.probes import host
+from mindgrpo.doctor.probes.host import read_smi
 
 # -- what tools and files say -------------------------------------------------------------------------------------
 
@@ -41,16 +42,13 @@ def test_tables_of_three_generations_are_read() -> None:
         (41697, 65536),
         (3400, 65536),
     ]
-    assert busy.chips[0].holders[0] == Holder(19341, "VLLMWorker_TP", 38001)
+    assert busy.chips[0].holders[0] == "19341 (VLLMWorker_TP, 38001 MiB)"
     assert busy.chips[1].holders == ()
     two_on_one = read_smi(TABLE_A3)
-    assert [(chip.index, chip.npu, chip.chip) for chip in two_on_one.chips] == [
-        (0, 0, 0),
-        (1, 0, 1),
-    ]
+    assert [chip.index for chip in two_on_one.chips] == [0, 1]
     assert [len(chip.holders) for chip in two_on_one.chips] == [0, 1]
     old = read_smi(TABLE_910A).chips[0]
-    assert (old.used_mib, old.total_mib, old.free_mib) == (2, 32768, 32766)
+    assert (old.used_mib, old.total_mib) == (2, 32768)
 
 
 @pytest.mark.parametrize("text", ["", "DrvMngGetConsoleLogLevel failed", table("25.2.0", [], [])])
@@ -73,26 +71,19 @@ def test_version_files_are_read(text: str, version: str | None) -> None:
 
 
 def test_the_matrix_takes_what_is_published_together_and_refuses_what_is_older() -> None:
-    assert versions.toolkit_line("9.0.0").status == "ok"
-    assert versions.toolkit_line("8.5.0").status == "ok"
+    def toolkit(version: str) -> CheckLine:
+        return host.toolkit_line("CANN", version, Path("version.info"))
+
+    assert toolkit("9.0.0").status == toolkit("8.5.0").status == "ok"
     for version in ("8.1.RC1", "8.0.0", "9.1.0"):
-        wrong = versions.toolkit_line(version)
+        wrong = toolkit(version)
         assert wrong.status == "fails" and "install CANN 9.0.0" in wrong.remedy
-    for row in versions.TOGETHER:
-        assert versions.driver_line(row.driver, row.cann).status == "ok"
-    older = versions.driver_line("24.1.rc3", "8.5.0")
+    for cann, driver in host.TOGETHER.items():
+        assert host.driver_line("driver", driver, cann).status == "ok"
+    older = host.driver_line("driver", "24.1.rc3", "8.5.0")
     assert older.status == "fails" and "install driver and firmware 25.5.0" in older.remedy
-    assert "untried" in versions.driver_line("26.0.rc1", "8.5.0").seen
-    assert versions.driver_line("26.0.rc1", "9.1.0").status == "skipped"
-    assert versions.package_line("mindspore", "2.9.1").status == "ok"
-    assert versions.package_line("mindspore", "2.7.2").remedy == "pip install mindspore==2.9.0"
-    assert (
-        versions.package_line("numpy", "2.1.0").status
-        == versions.python_line((3, 13, 1)).status
-        == "fails"
-    )
-    assert versions.package_line("mindformers", None).status == "skipped"
-    assert versions.package_line("mindformers", "1.8.0").status == "fails"
+    assert "untried" in host.driver_line("driver", "26.0.rc1", "8.5.0").seen
+    assert host.driver_line("driver", "26.0.rc1", "9.1.0").status == "skipped"
 
 
 # -- a host of stand-ins ------------------------------------------------------------------------------------------
@@ -105,13 +96,19 @@ def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NpuHost:
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(targets, "DEVICE_FILES", made.devices)
     monkeypatch.setattr(host, "FIRMWARE", tmp_path / "none")
+    monkeypatch.setattr(host, "IMPORTS", "pass")
     return made
 
 
-def examined(folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """The report of the checks that start nothing; its status and lines are those that were printed."""
+def examined(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    *words: str,
+    rungs: str = "versions,devices",
+) -> dict[str, Any]:
+    """The report of the rungs that start nothing; its status and lines are those that were printed."""
     report = folder / "report.json"
-    command = ["doctor", "--device", "--only", "driver,versions,memory", "--ranks", "2"]
+    command = ["doctor", "--device", "--only", rungs, "--ranks", "2"]
     with pytest.raises(SystemExit) as ended:
         main([*command, "--output", str(report), *words])
     content: dict[str, Any] = json.loads(report.read_text())
@@ -140,12 +137,15 @@ def test_a_host_in_order_passes(npu: NpuHost, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_wrong_cann_and_an_old_driver_have_their_remedies(
-    npu: NpuHost, capsys: pytest.CaptureFixture[str]
+    npu: NpuHost, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "IMPORTS", "import nothing_of_this_name")
+        assert "No module named" in failures(examined(npu.folder, capsys))["imports"]
     npu.give_cann("8.0.0")
     assert (
         "takes 8.2, 8.3, 8.5, 9.0 -> install CANN 9.0.0"
-        in (failures(examined(npu.folder, capsys))["CANN's version"])
+        in (failures(examined(npu.folder, capsys))["CANN"])
     )
     npu.give_cann("8.5.0")
     npu.give_smi(table_910b("24.1.rc3"))
@@ -178,9 +178,7 @@ def test_another_mindspore_is_told(
         metadata, "version", lambda name: "2.7.2" if name == "mindspore" else real(name)
     )
     wrong = failures(examined(npu.folder, capsys))
-    assert wrong == {
-        "MindSpore's version": "2.7.2, but mindgrpo is for 2.9 -> pip install mindspore==2.9.0"
-    }
+    assert list(wrong) == ["machine"] and "pip install 'mindspore==2.9.0'" in wrong["machine"]
 
 
 def test_a_shell_without_set_env_a_sick_device_and_closed_files_are_told(
@@ -190,15 +188,18 @@ def test_a_shell_without_set_env_a_sick_device_and_closed_files_are_told(
     npu.give_smi(table("26.0.rc1", [chip_910b(0, 3400), chip_910b(1, 3400, "Alarm")], []))
     (npu.devices / "devmm_svm").unlink()
     wrong = failures(examined(npu.folder, capsys))
+    # The ladder does not go on to the devices.
+    assert list(wrong) == ["set_env.sh"]
     assert f"ASCEND_OPP_PATH lack what it sets -> source {npu.home}/set_env.sh" in str(wrong)
+    wrong = failures(examined(npu.folder, capsys, rungs="devices"))
     assert "device 1 is Alarm" in wrong["driver"]
     assert "devmm_svm" in wrong["device files"] and "HwHiAiUser" in wrong["device files"]
-    monkeypatch.delenv("ASCEND_HOME_PATH")
-    assert "install CANN, then: source" in failures(examined(npu.folder, capsys))["CANN"]
     for file in npu.devices.iterdir():
         file.unlink()
-    wrong = failures(examined(npu.folder, capsys))
+    wrong = failures(examined(npu.folder, capsys, rungs="devices"))
     assert "--device /dev/davinci0" in wrong["device files"]
+    monkeypatch.delenv("ASCEND_HOME_PATH")
+    assert "install CANN, then: source" in failures(examined(npu.folder, capsys))["CANN"]
 
 
 def test_a_tool_that_fails_or_does_not_end_is_told(
@@ -221,9 +222,10 @@ def test_a_tool_that_fails_or_does_not_end_is_told(
     [
         (("--ranks", "2"), "--ranks has no effect without --device"),
         (("--device", "--ranks", "0"), "--ranks 0 is not a positive whole number"),
-        (("--device", "--only", "organs"), "--only names 'organs', but must be of driver, "),
+        (("--device", "--only", "organs"), "--only names 'organs', but must be of versions, "),
         (("--device", "--output", "/nowhere/report.json"), "cannot be written"),
-        (("--device", "--output", __file__), "is not a report of the doctor"),
+        (("--device", "--output", __file__), "must end with .json"),
+        (("--device", "--output", str(first_step.COMMITTED)), "is not a report of the doctor"),
         (("extra",), "unrecognized arguments: extra"),
     ],
 )
@@ -243,9 +245,7 @@ def test_variables_of_a_report_are_those_that_matter_and_no_secrets() -> None:
 
 def test_the_page_has_the_matrix_and_the_tolerances() -> None:
     page = (first_step.ROOT / "docs" / "first_run_on_npus.md").read_text()
-    for row in versions.TOGETHER:
-        assert row.cann in page and row.driver in page
-    for taken in versions.CANN_TAKEN:
-        assert ".".join(map(str, taken)) in page
-    assert versions.PAGE in page
-    assert all(f"`{section}`" in page for section in SECTIONS)
+    for cann, driver in host.TOGETHER.items():
+        assert cann in page and driver in page
+    assert all(taken in page for taken in host.CANN_TAKEN) and host.PAGE in page
+    assert all(f"`{rung}`" in page for rung in RUNGS)

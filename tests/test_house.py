@@ -81,7 +81,6 @@ WITHOUT_MINDSPORE = (
     "cli/watch",
     "doctor/jobs",
     "doctor/probes/host",
-    "doctor/probes/versions",
 )
 # Rooms above mindgrpo/config/ that get settings of their own.
 WITHOUT_CONFIG = (

@@ -6,7 +6,7 @@ device is chosen and no earlier.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,7 @@ def connect(
     runtime = runtime or RuntimeSettings()
     unmet = apply(runtime, target.device, environment)
     backend = load(target)(environment, runtime)
+    backend.kernels.leave(runtime.plain_kernels)
     backend.matmul_precision = runtime.matmul_precision
     backend.compute_dtype = runtime.compute_dtype
     backend.sums_in_float32 = runtime.sums_in_float32
@@ -84,6 +85,7 @@ class RuntimeSettings:
     compute_dtype: Dtype = "float32"
     sums_in_float32: bool = False
     flash_attention: bool = False
+    plain_kernels: Sequence[str] = ()
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:

@@ -26,6 +26,11 @@ HCCL_SECONDS = {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "17340"}
 GROUP_BUFFER_BYTES = 2 * 200 * 2**20
 # The NPUs of the host that a process sees, by number; without it, all.
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
+# Methods of kernels/contract.py that a device has operations of its own for: what context.plain_kernels can name.
+FUSED_KERNELS = (
+    *("rms_norm", "add_rms_norm", "glu", "add_matmul", "largest"),
+    *("attention", "prefill_attention", "cached_attention"),
+)
 # The launcher sets it where a job has several hosts.
 RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 
@@ -113,6 +118,11 @@ def _has_ascend() -> bool:
 def rank_variables() -> dict[str, str]:
     """Returns the environment variables that ranks of this host get for its devices; a user's own values win."""
     return dict(HCCL_SECONDS) if _has_ascend() else {}
+
+
+def log_variables(folder: Path) -> dict[str, str]:
+    """Returns the variables by which CANN writes the errors of this process below `folder`."""
+    return {"ASCEND_PROCESS_LOG_PATH": str(folder), "ASCEND_GLOBAL_LOG_LEVEL": "3"}
 
 
 def device_state(environment: Mapping[str, str]) -> tuple[str, str]:

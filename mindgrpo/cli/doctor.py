@@ -1,11 +1,12 @@
 """Prints what this machine lacks for a run, with remedies.
 
-With --device it examines the machine's devices, or its processors in their place (context.backend device), up to one
-real training step on N ranks. A line is ok, fails (with a remedy) or skipped (with the reason); --only names sections:
-driver, versions, memory, communication, weights, kernels, first_step. All lines, versions, the environment's variables
-that matter and the tails of failed jobs' logs go to one file (doctor_report.json; --output), to be sent back; it
-replaces an earlier report, and no other file. Ends with status 1 where a line fails, with 2 where the command cannot
-work.
+With --device it examines the machine's devices, or its processors in their place (context.backend device), on a ladder
+of rungs up to one real training step on N ranks, and stops at the first rung that fails. A line is ok, fails (with a
+remedy) or skipped (with the reason); --only names rungs: versions, devices, float32, fused, bfloat16, one_rank, mp2,
+pp2, all_ranks. Writes doctor_report.json (--output) with all lines, versions and the environment's variables that
+matter, and beside it .yaml with keys of `context` that a run can take, and .tar.gz with all of it and the jobs' logs,
+to be sent back; an earlier report is replaced, and no other file. Ends with status 1 where a line fails, with 2 where
+the command cannot work.
 """
 
 from __future__ import annotations
@@ -18,8 +19,16 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindgrpo.backend.targets import choose_target
 from mindgrpo.cli.arguments import Arguments, path
-from mindgrpo.doctor.examine import SECTIONS, DoctorReport, Examination, check_output, target_here
+from mindgrpo.doctor.examine import (
+    ARCHIVE,
+    RUNGS,
+    SETTINGS,
+    DoctorReport,
+    Examination,
+    check_output,
+)
 from mindgrpo.doctor.probes.host import HostState
 from mindgrpo.errors import UserError
 from mindgrpo.launch.options import POSITIVE
@@ -52,7 +61,7 @@ def _options(argv: Sequence[str]) -> Namespace:
             if getattr(options, name) is not None:
                 raise UserError(f"--{name} has no effect without --device; add it.")
         return options
-    options.only = _sections(options.only)
+    options.only = _rungs(options.only)
     ranks = options.ranks
     if ranks is not None and not (ranks.isdecimal() and int(ranks[:6]) in POSITIVE):
         raise UserError(f"--ranks {ranks} is not a positive whole number.")
@@ -61,35 +70,42 @@ def _options(argv: Sequence[str]) -> Namespace:
     return options
 
 
-def _sections(only: str | None) -> tuple[str, ...]:
-    """Returns the sections in the report's order."""
-    names = SECTIONS if only is None else tuple(only.split(","))
-    unknown = [name for name in names if name not in SECTIONS]
+def _rungs(only: str | None) -> tuple[str, ...]:
+    """Returns the rungs in the order of the ladder."""
+    names = tuple(RUNGS) if only is None else tuple(only.split(","))
+    unknown = [name for name in names if name not in RUNGS]
     if unknown:
-        raise UserError(f"--only names '{unknown[0]}', but must be of {', '.join(SECTIONS)}.")
-    return tuple(name for name in SECTIONS if name in names)
+        raise UserError(f"--only names '{unknown[0]}', but must be of {', '.join(RUNGS)}.")
+    return tuple(name for name in RUNGS if name in names)
 
 
 def _examine(options: Namespace, argv: Sequence[str]) -> int:
-    target = target_here()
+    target = choose_target(None, "device")
     known = 0 if target.keeps_weights_on_host else HostState.look(os.environ).num_devices
     num_ranks = int(options.ranks) if options.ranks else known or DEFAULT_RANKS
     command = f"mindgrpo doctor {shlex.join(argv)}"
+    runs_on = f"{target}, {num_ranks} rank{'s' * (num_ranks > 1)}"
     machine = [str(finding) for finding in findings()]
-    report = DoctorReport(str(target), num_ranks, command, machine, os.environ)
-    print(f"examines {report.runs_on}; report: {options.output}", flush=True)
+    report = DoctorReport(runs_on, command, machine, os.environ)
+    print(f"examines {runs_on}; report: {options.output}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mindgrpo-doctor-") as folder:
         examination = Examination(target, num_ranks, os.environ, Path(folder))
         try:
-            for section, lines, seconds in examination.sections(options.only):
-                report.add(section, lines, seconds)
-                # After each section: whatever ends this program leaves what was seen before.
-                report.write(options.output, examination.jobs)
-                print(f"{section} ({seconds:.0f} s)", *map(str, lines), sep="\n  ", flush=True)
+            for rung, lines, seconds in examination.climb(options.only):
+                report.add(rung, lines)
+                # After each rung: whatever ends this program leaves what was seen before.
+                report.write(options.output, examination.jobs, Path(folder))
+                print(f"{rung} ({seconds:.0f} s)", *map(str, lines), sep="\n  ", flush=True)
         except KeyboardInterrupt:
             print(f"stopped; {options.output} has the lines so far", file=sys.stderr)
             return 130
-    failed = report.count("fails")
-    verdict = f"{failed} lines fail" if failed else "no line fails"
-    print(f"{verdict}, {report.count('ok')} ok, {report.count('skipped')} skipped")
+    failed = [line["check"] for line in report.lines if line["status"] == "fails"]
+    verdict = f"stopped at {rung}, where {', '.join(failed)} fail" if failed else "no line fails"
+    print(f"{verdict}; {report.count('ok')} ok, {report.count('skipped')} skipped")
+    if report.settings():
+        settings = options.output.with_suffix(SETTINGS)
+        read = f'"$(cat {shlex.quote(str(settings))})"'
+        print(f"{settings} has what was measured for runs, and kernels that they can do without:")
+        print(f"  python -m mindgrpo train --config FILE --context {read}")
+    print(f"to send back: {options.output.with_suffix(ARCHIVE)}")
     return 1 if failed else 0

@@ -49,8 +49,8 @@ USAGE = {
           | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them""",
     "doctor": """\
   doctor                                             what this machine lacks, with remedies
-  doctor  --device [--ranks N] [--only NAME,...]     ... and its devices: driver, versions, memory, communication,
-          [--output FILE.json]                       kernels, a first step; leaves doctor_report.json to send""",
+  doctor  --device [--ranks N] [--only RUNG,...]     ... and its devices, up to the first rung that fails: versions,
+          [--output FILE.json]                       devices, kernels, a step; leaves doctor_report.tar.gz to send""",
     "engine": """\
   engine  [show [--python PYTHON]]                   the vLLM that runs would start, and whether it was tried
           install [--target DIR]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",

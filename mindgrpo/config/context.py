@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from mindgrpo.backend.targets import Target, choose_target
+from mindgrpo.backend.targets import FUSED_KERNELS, Target, choose_target
 from mindgrpo.config.section import (
     AFTER_SIZE,
+    BEFORE_LIST,
     BEFORE_TEXT,
     BEFORE_UPPER,
     OptionalText,
@@ -122,7 +123,19 @@ class Context(Section):
     memory_optimize_level: Annotated[Literal["O0", "O1"] | None, BEFORE_UPPER] = None
     """memory optimization level of the framework. O1: reuse more memory; null: MindSpore's default"""
     ascend_config: AscendConfig = AscendConfig()
+    plain_kernels: Annotated[list[str], BEFORE_LIST] = Field(
+        [],
+        description=f"fused kernels of the device to do without: {', '.join(FUSED_KERNELS)}; MindSpore's plain "
+        "operations compute the same. `doctor --device` lists those that fail (docs/first_run_on_npus.md)",
+    )
     roofline: RooflineConfig = RooflineConfig()
+
+    @field_validator("plain_kernels")
+    @classmethod
+    def _are_fused(cls, value: list[str]) -> list[str]:
+        if not {*value} <= {*FUSED_KERNELS}:
+            raise ValueError(f"must hold only {', '.join(FUSED_KERNELS)}")
+        return value
 
     @property
     def target(self) -> Target:

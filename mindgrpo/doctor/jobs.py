@@ -1,4 +1,4 @@
-"""Runs the doctor's programs on ranks with the launcher, as a run is; keeps their lines and the tails of their logs.
+"""Runs the doctor's programs on ranks with the launcher, as a run is; keeps their lines.
 
 A rank writes a record when a check starts and one when it has ended, so that one that hangs or crashes is known by its
 name and its ranks. The ranks' lines of one check become one line of the report. Needs no MindSpore.
@@ -12,21 +12,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mindgrpo.backend.targets import log_variables
 from mindgrpo.launch.plan import CHECK, PACKAGE_FOLDER
 
 Status = Literal["ok", "fails", "skipped"]
-ENDED_REMEDY = (
-    "the tails of the ranks' logs in the report say more; mend what fails above this line first"
-)
+ENDED_REMEDY = "the ranks' logs in the archive say more; mend what fails above this line first"
 # How long ranks may take to end when the deadline has come, and the launcher after them.
 STOP_SECONDS, KILL_SECONDS = 5, 20.0
-TAIL_LINES, TAIL_BYTES = 40, 1 << 14
+# On this signal a rank writes the stacks of its threads to its log.
+STACKS, STACK_SECONDS = signal.SIGUSR1, 2.0
 
 
 @dataclass(frozen=True)
@@ -59,96 +59,76 @@ def skipped(check: str, reason: str) -> CheckLine:
     return CheckLine("skipped", check, reason)
 
 
+# Hears of each check before it is made, so that one that does not end is known by its name and figures.
+Starts = Callable[..., None]
+
+
 class Records:
     """Writes the records of rank `rank` into `folder`."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"rank_{rank}.jsonl"
-        self.section, self.check = "", ""
+        self._path, self.check = folder / f"rank_{rank}.jsonl", "start of the ranks"
 
-    def starts(self, check: str) -> None:
+    def starts(self, check: str, **figures: Any) -> None:
         self.check = check
-        self._write({"starts": check})
+        self._write({"starts": check, "figures": figures})
 
     def ends(self, line: CheckLine) -> None:
         self._write({"line": asdict(line)})
 
     def _write(self, record: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record | {"section": self.section}) + "\n")
+            file.write(json.dumps(record | {"pid": os.getpid()}) + "\n")
 
 
 def read_records(folder: Path, num_ranks: int) -> list[list[dict[str, Any]]]:
     """Reads the records by rank, in the order of writing; a line that a crash cut off is left out."""
-    by_rank: list[list[dict[str, Any]]] = []
-    for rank in range(num_ranks):
-        own: list[dict[str, Any]] = []
-        with suppress(OSError):
-            text = (folder / f"rank_{rank}.jsonl").read_text(encoding="utf-8", errors="replace")
-            for row in text.splitlines():
-                with suppress(ValueError):
-                    own.append(json.loads(row))
-        by_rank.append(own)
+    by_rank: list[list[dict[str, Any]]] = [[] for _ in range(num_ranks)]
+    for rank, own in enumerate(by_rank):
+        path = folder / f"rank_{rank}.jsonl"
+        for row in path.read_text(errors="replace").splitlines() if path.exists() else ():
+            with suppress(ValueError):
+                own.append(json.loads(row))
     return by_rank
 
 
-def merged(
-    by_rank: Sequence[Sequence[dict[str, Any]]], sections: Sequence[str], ending: str
-) -> dict[str, list[CheckLine]]:
-    """Merges the ranks' lines, by section. `ending` says how the job ended where it did not end well; else ""."""
-    lines: dict[str, list[CheckLine]] = {section: [] for section in sections}
-    broke = False
-    for section in sections:
-        checks: dict[str, list[CheckLine | None]] = {}
-        for rank, records in enumerate(by_rank):
-            for record in records:
-                if record.get("section") != section:
-                    continue
-                line = CheckLine(**record["line"]) if "line" in record else None
-                name = line.check if line else str(record["starts"])
-                row = checks.setdefault(name, [None] * len(by_rank))
-                row[rank] = line or row[rank]
-        lines[section] = [_one(check, row, ending) for check, row in checks.items()]
-        if not checks and not broke:
-            lines[section] = [fails(section, f"no rank reached it: {ending}", ENDED_REMEDY)]
-        elif not checks:
-            lines[section] = [skipped(section, "the ranks ended before it")]
-        broke = broke or any(line.status == "fails" for line in lines[section])
-    if ending and not broke:
-        lines[sections[-1]].append(fails(f"end of {sections[-1]}", ending, ENDED_REMEDY))
+def merged(by_rank: Sequence[Sequence[dict[str, Any]]], ending: str) -> list[CheckLine]:
+    """Merges the ranks' lines of a job. `ending` says how it ended where it did not end well; else ""."""
+    checks: dict[str, list[CheckLine | None]] = {}
+    for rank, records in enumerate(by_rank):
+        for record in records:
+            line = CheckLine(**record["line"]) if "line" in record else None
+            row = checks.setdefault(line.check if line else record["starts"], [None] * len(by_rank))
+            row[rank] = line or row[rank]
+    lines = [_one(check, row, ending) for check, row in checks.items()]
+    if ending and not any(line.status == "fails" for line in lines):
+        check = "end of the ranks" if lines else "start of the ranks"
+        lines.append(fails(check, ending, ENDED_REMEDY))
     return lines
 
 
 def _one(check: str, row: Sequence[CheckLine | None], ending: str) -> CheckLine:
     failed = [(rank, line) for rank, line in enumerate(row) if line and line.status == "fails"]
     if failed:
-        remedy, figures = failed[0][1].remedy, failed[0][1].figures
+        worst = failed[0][1]
         several = "; ".join(f"rank {rank}: {line.seen}" for rank, line in failed[:4])
         more = f"; and {len(failed) - 4} more ranks" if len(failed) > 4 else ""
-        seen = failed[0][1].seen if len(row) == 1 else several + more
-        return CheckLine("fails", check, seen, remedy, figures)
-    missing = [rank for rank, line in enumerate(row) if line is None]
-    if missing:
-        who = "it" if len(row) == 1 else f"rank{'s' * (len(missing) > 1)} {_numbers(missing)}"
-        return fails(check, f"{who} did not end: {ending}", ENDED_REMEDY)
-    first = row[0]
-    assert first is not None
-    return first
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+        return replace(worst, seen=worst.seen if len(row) == 1 else several + more)
+    if missing := [rank for rank, line in enumerate(row) if line is None]:
+        return fails(check, f"ranks {missing} did not end: {ending}", ENDED_REMEDY)
+    return next(filter(None, row))
 
 
 @dataclass(frozen=True)
 class JobEnd:
-    """Says how a job ended; `status` None: at the deadline. `logs` are the last lines of each log, by file name."""
+    """Says how a job ended; `status` None: at the deadline."""
 
     status: int | None
     seconds: float
     deadline: float
     output: str
-    logs: Mapping[str, str]
+    # The last lines of the device's own logs that say ERROR.
+    device_errors: Sequence[str] = ()
 
     @property
     def ending(self) -> str:
@@ -169,12 +149,16 @@ def run_job(
     folder: Path,
     working_folder: Path | None = None,
 ) -> JobEnd:
-    """Runs `command`, a program's path and its arguments, on `num_ranks` ranks of this host; logs go below `folder`."""
+    """Runs `command`, a program's path and its arguments, on `num_ranks` ranks of this host; logs go below `folder`.
+
+    At the deadline, ranks that have records there write their stacks to their logs before they are ended.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     root = str(PACKAGE_FOLDER.parent)
     path = [word for word in environment.get("PYTHONPATH", "").split(os.pathsep) if word]
     ours = {
         **environment,
+        **log_variables(folder / "device"),
         "MINDGRPO_LOG_DIR": str(folder / "logs"),
         "MINDGRPO_STOP_SECONDS": str(STOP_SECONDS),
         "PYTHONPATH": os.pathsep.join(path if root in path else [root, *path]),
@@ -182,7 +166,7 @@ def run_job(
     words = ["launch", "--ranks", str(num_ranks), "--max_restarts", "0", "--", *command]
     output = folder / "output.log"
     started = time.monotonic()
-    with output.open("wb") as file:
+    with output.open("ab") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", CHECK, *words],
             env=ours,
@@ -192,15 +176,25 @@ def run_job(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        status = _wait(process, deadline)
-    seconds = time.monotonic() - started
-    return JobEnd(status, seconds, deadline, tail(output), _tails(folder / "logs"))
+        status = _wait(process, deadline, folder)
+    text = output.read_text(encoding="utf-8", errors="replace")
+    errors = [
+        row
+        for path in sorted((folder / "device").rglob("*.log"))
+        for row in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        if "[ERROR]" in row
+    ]
+    return JobEnd(status, time.monotonic() - started, deadline, text, errors[-40:])
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+def _wait(process: subprocess.Popen[bytes], deadline: float, folder: Path) -> int | None:
     try:
         return process.wait(deadline)
     except subprocess.TimeoutExpired:
+        for own in read_records(folder, len([*folder.glob("rank_*.jsonl")])):
+            with suppress(ProcessLookupError):
+                os.kill(own[-1]["pid"], STACKS)
+        time.sleep(STACK_SECONDS)
         return None
     finally:
         # At the deadline, and where the user stops the doctor: the launcher ends its ranks.
@@ -212,18 +206,3 @@ def _wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def tail(path: Path) -> str:
-    """Returns the last lines of a file; empty where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-TAIL_LINES:])
-
-
-def _tails(logs: Path) -> dict[str, str]:
-    return {path.name: tail(path) for path in sorted(logs.glob("*/*.log"))}

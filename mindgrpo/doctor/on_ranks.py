@@ -1,64 +1,63 @@
-"""Makes the doctor's checks on a rank: on_ranks.py SECTIONS FOLDER DEVICE, where FOLDER takes what was seen.
+"""Makes the doctor's checks on a rank: on_ranks.py SECTIONS FOLDER DEVICE FIRST KEYS, where FOLDER takes what was seen.
 
-SECTIONS are `communication` and `weights`, `kernels` with the number of the first check, or `first_step` with further
-arguments.
+FIRST is the number of the first check, where another process made the earlier ones. KEYS are the first step's.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 from mindgrpo.backend.connect import RuntimeSettings, connect
-from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.targets import Target
-from mindgrpo.doctor.examine import dtype_of
-from mindgrpo.doctor.first_step import train_one_step
-from mindgrpo.doctor.jobs import ENDED_REMEDY, CheckLine, Records, fails
+from mindgrpo.doctor.examine import STEP, dtype_of
+from mindgrpo.doctor.first_step import step_lines
+from mindgrpo.doctor.jobs import ENDED_REMEDY, STACKS, CheckLine, Records, Starts, fails
 from mindgrpo.doctor.probes.kernels import kernel_lines
+from mindgrpo.doctor.probes.rates import rate_lines
 from mindgrpo.doctor.probes.transfers import communication_lines, weight_lines
 
-Lines = Callable[[Callable[[str], None]], Iterator[CheckLine]]
+PROBES = {"communication": communication_lines, "weights": weight_lines, "rates": rate_lines}
 
 
-def sections_of(names: str, backend: Backend, target: Target, first: int) -> dict[str, Lines]:
-    known: dict[str, Lines] = {
-        "communication": partial(communication_lines, backend),
-        "weights": partial(weight_lines, backend, target),
-        "kernels": partial(kernel_lines, target.device, first),
-    }
-    return {name: known[name] for name in names.split(",")}
-
-
-def run_sections(sections: dict[str, Lines], records: Records) -> None:
-    """Makes the checks. One that raises is a line, and ends this rank: the others may wait for it."""
-    for name, lines in sections.items():
-        records.section = name
-        records.starts(name)
-        try:
-            for line in lines(records.starts):
-                records.ends(line)
-            records.ends(CheckLine("ok", name, "done"))
-        except Exception as error:
-            seen = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            records.ends(fails(records.check, seen, ENDED_REMEDY))
-            raise
+def lines_of(
+    sections: Sequence[str], target: Target, first: int, keys: Sequence[str], starts: Starts
+) -> Iterator[CheckLine]:
+    """Makes the checks, up to the first section in which one fails: on all ranks alike."""
+    if sections[0] != STEP:
+        settings = RuntimeSettings(compute_dtype=dtype_of(target))
+        backend = connect(target, dict(os.environ), settings)
+        for name in sections[: -1 if STEP in sections else None]:
+            has_failed, probe = False, partial(kernel_lines, name, target, first)
+            if name in PROBES:
+                probe = partial(PROBES[name], backend, target)
+            for line in probe(starts):
+                has_failed |= line.status == "fails"
+                yield line
+            if has_failed:
+                return
+        backend.close()
+    if STEP in sections:
+        yield from step_lines(keys, starts)
 
 
 def main() -> None:
-    names, folder, device = sys.argv[1:4]
-    if names == "first_step":
-        train_one_step(sys.argv[4:])
-        return
+    names, folder, device, first, *keys = sys.argv[1:]
+    faulthandler.register(STACKS, all_threads=True)
+    records = Records(Path(folder), int(os.environ.get("RANK_ID", "0")))
     target = Target(device, "device")
-    settings = RuntimeSettings(compute_dtype=dtype_of(target))
-    backend = connect(target, dict(os.environ), settings)
-    first = int(sys.argv[4]) if sys.argv[4:] else 0
-    run_sections(sections_of(names, backend, target, first), Records(Path(folder), backend.rank))
-    backend.close()
+    try:
+        for line in lines_of(names.split(","), target, int(first), keys, records.starts):
+            records.ends(line)
+    except Exception as error:
+        # A line, and the end of this rank: the others may wait for it.
+        seen = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        records.ends(fails(records.check, seen, ENDED_REMEDY, exception=str(error)))
+        raise
 
 
 if __name__ == "__main__":

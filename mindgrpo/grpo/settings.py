@@ -14,7 +14,12 @@ from mindgrpo.backend.kernels.sampling_params import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.config.section import Section
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.models.precision import compute_dtype, flash_attention, matmul_precision
+from mindgrpo.models.precision import (
+    compute_dtype,
+    flash_attention,
+    matmul_precision,
+    plain_kernels,
+)
 
 Settings = TypeVar("Settings", RuntimeSettings, SamplingParams, LossConfig, AdvantageConfig)
 
@@ -39,6 +44,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         compute_dtype=compute_dtype(config),
         sums_in_float32=config.context.reduce_dtype == "float32",
         flash_attention=flash_attention(config),
+        plain_kernels=plain_kernels(config),
     )
 
 

@@ -14,6 +14,7 @@ from mindgrpo.backend.dtypes import (
     resolve_compute_dtype,
     resolve_matmul_precision,
 )
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
@@ -48,6 +49,17 @@ def flash_attention(config: Config) -> bool:
             f"{DTYPE_KEY} is float32; set it to false or compute in one of them."
         )
     return dtype != "float32" and stated is not False
+
+
+def plain_kernels(config: Config) -> list[str]:
+    """Returns the device's fused kernels that the run does without. Raises UserError."""
+    names = config.context.plain_kernels
+    if names and config.context.target == SHARED_MEMORY:
+        raise UserError(
+            "context.plain_kernels is for the fused kernels of devices, but the run computes on processors in shared "
+            "memory; set MINDGRPO_NATIVE=0 in the environment to do without the C kernels, or leave it out."
+        )
+    return names
 
 
 def dtype_notices(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.models.lora import adapter_specs
-from mindgrpo.models.precision import compute_dtype, flash_attention
+from mindgrpo.models.precision import compute_dtype, flash_attention, plain_kernels
 from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.run_plan import RunPlan
@@ -274,7 +274,9 @@ def kernel_kind(config: Config) -> Kind:
     target = config.context.target
     if keeps_slots(target) and config.context.mode == 0:
         return "native"
-    return "fused" if target.has_fused_attention and flash_attention(config) else "plain"
+    is_plain = any(name.endswith("attention") for name in plain_kernels(config))
+    is_fused = target.has_fused_attention and flash_attention(config) and not is_plain
+    return "fused" if is_fused else "plain"
 
 
 def activation_bytes(plan: RunPlan) -> Mapping[str, int]:

@@ -7,6 +7,8 @@ communicates: sums over ranks are the caller's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +43,14 @@ class Kernels:
     takes_narrow_vectors = True
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots = False
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Computes the methods `names` as this class defines them from now on, without this object's own kernels."""
+        # Masks and angles are for the attention that they are made for.
+        inputs = {"attention": "rope_and_mask", "cached_attention": "cached_angles"}
+        for name in names:
+            for method in (name, inputs.get(name, name)):
+                setattr(self, method, MethodType(getattr(Kernels, method), self))
 
     def matmul(self, transpose_b: bool = False) -> Any:
         """Makes a cell: (x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.

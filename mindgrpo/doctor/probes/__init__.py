@@ -1,4 +1,1 @@
-"""Asks a machine's devices before a run: driver, toolkit, versions, memory, communication, kernels.
-
-host.py and versions.py need no MindSpore; transfers.py and kernels.py run on a rank.
-"""
+"""Asks a machine's devices before a run: host.py needs no MindSpore, the others run on a rank."""

@@ -3,6 +3,10 @@
 What `npu-smi info` prints has two lines a chip, the second with the bus id, then a table of processes. Tables of the
 generations differ in columns (910A has memory and HBM, 910B an HBM column, A3 two chips an NPU with a physical id
 each), but not in this.
+
+CANN and driver versions are judged as of November 2026 by the page PAGE, and by mindspore 2.9.0's AscendEnvChecker for
+the releases of CANN that it takes without a warning. No source says which older driver still serves a CANN release, nor
+which driver is too new: one older than the published one fails here, a newer one passes and is said to be untried.
 """
 
 from __future__ import annotations
@@ -10,15 +14,22 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mindgrpo.backend import targets
 from mindgrpo.backend.targets import CANN_FOLDERS
 from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
-from mindgrpo.doctor.probes import versions
+from mindgrpo.run.machine_checks import needs, release
 
+PAGE = "https://www.mindspore.cn/mindformers/docs/en/r1.9.0/installation.html"
+# CANN and the driver that are published together, the newest with MindSpore 2.9.
+TOGETHER = {"9.0.0": "26.0.RC1", "8.5.0": "25.5.0", "8.3.RC1": "25.3.RC1", "8.2.RC1": "25.2.0"}
+CANN_TAKEN = ("8.2", "8.3", "8.5", "9.0")
+OURS = next(iter(TOGETHER))
 _VERSION = re.compile(r"npu-smi\s+\S+\s+Version:\s*(\S+)")
 _NAME = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*(\S+)\s*\|")
 _CHIP = re.compile(r"^\|\s*(\d+)\s+(\S+)?\s*\|\s*[0-9A-Fa-f]{4}:\S+\s*\|(.*)\|\s*$")
@@ -32,12 +43,10 @@ VARIABLES = {
     "LD_LIBRARY_PATH": "/lib64",
 }
 # Where the installers put set_env.sh by default: CANN before 8.5, and since.
-DEFAULT_SCRIPTS = (
-    "/usr/local/Ascend/ascend-toolkit/set_env.sh",
-    "/usr/local/Ascend/cann/set_env.sh",
-)
+DEFAULT_SCRIPTS = tuple(f"/usr/local/Ascend/{own}/set_env.sh" for own in ("ascend-toolkit", "cann"))
 # Shared by all devices of a host.
 MANAGERS = ("davinci_manager", "devmm_svm", "hisi_hdc")
+IMPORTS = "import mindgrpo.backend.kernels.ascend"
 TOOL, TOOL_SECONDS = "npu-smi", 30.0
 FIRMWARE = Path("/usr/local/Ascend/firmware/version.info")
 # A chip that nobody uses has up to 3.4 of 64 GiB taken by its own system, 2.9 of 32 GiB the smaller one.
@@ -47,37 +56,21 @@ NO_DEVICE = "there is no NPU here: no npu-smi, no /dev/davinci* and no CANN"
 
 
 @dataclass(frozen=True)
-class Holder:
-    """Names a process that holds `mib` MiB of a chip's memory; its name is not always shown."""
-
-    pid: int
-    name: str
-    mib: int
-
-    def __str__(self) -> str:
-        return f"{self.pid} ({self.name or 'no name shown'}, {self.mib} MiB)"
-
-
-@dataclass(frozen=True)
 class Chip:
-    """Describes chip number `index` of this host, counted over all chips in the order of the table."""
+    """Describes chip number `index` of this host, counted over all chips in the order of the table.
+
+    `holders` names the processes that have some of its memory.
+    """
 
     index: int
-    npu: int
-    chip: int
     name: str
     health: str
     used_mib: int
     total_mib: int
-    holders: tuple[Holder, ...]
-
-    @property
-    def free_mib(self) -> int:
-        return self.total_mib - self.used_mib
+    holders: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class SmiTable:
+class SmiTable(NamedTuple):
     version: str
     chips: tuple[Chip, ...]
 
@@ -85,44 +78,27 @@ class SmiTable:
 def read_smi(text: str) -> SmiTable:
     """Reads what `npu-smi info` prints. Raises ValueError for a text that names no version or no chip."""
     version = _VERSION.search(text)
-    if version is None:
-        raise ValueError("it names no version")
-    holders: dict[tuple[int, int], list[Holder]] = {}
+    holders: dict[tuple[str, str], list[str]] = {}
     for process in filter(None, map(_PROCESS.match, text.splitlines())):
-        npu, chip, pid, name, mib = process.groups()
-        holders.setdefault((int(npu), int(chip)), []).append(Holder(int(pid), name, int(mib)))
+        npu, number, pid, name, mib = process.groups()
+        holders.setdefault((npu, number), []).append(
+            f"{pid} ({name or 'no name shown'}, {mib} MiB)"
+        )
     chips: list[Chip] = []
-    named: tuple[int, str, str] | None = None
+    named = ("", "", "")
     for line in text.splitlines():
-        second = _CHIP.match(line)
-        if second and named is not None:
-            number = int(second[1])
+        if second := _CHIP.match(line):
             # Of several pairs the last one is the memory that models are in; an absent kind is 0 / 0.
             pairs = [(int(used), int(total)) for used, total in _MEMORY.findall(second[3])]
-            memory = next((pair for pair in reversed(pairs) if pair[1]), (0, 0))
-            unit, word, health = named
-            own = tuple(holders.get((unit, number), ()))
-            chips.append(Chip(len(chips), unit, number, word, health, *memory, own))
-            named = None
+            used, total = next((pair for pair in reversed(pairs) if pair[1]), (0, 0))
+            npu, *words = named
+            own = tuple(holders.get((npu, second[1]), ()))
+            chips.append(Chip(len(chips), words[0], words[1], used, total, own))
         elif first := _NAME.match(line):
-            named = int(first[1]), first[2], first[3]
-    if not chips:
-        raise ValueError("it lists no device")
+            named = first[1], first[2], first[3]
+    if version is None or not chips:
+        raise ValueError("it names no version" if version is None else "it lists no device")
     return SmiTable(version[1], tuple(chips))
-
-
-def home_of(environment: Mapping[str, str]) -> Path | None:
-    """Returns CANN's folder, as set_env.sh names it."""
-    named = next(filter(None, (environment.get(name) for name in CANN_FOLDERS)), None)
-    return None if named is None else Path(named)
-
-
-def version_files(home: Path) -> Iterator[Path]:
-    """Yields the version files that exist, the most exact first."""
-    yield from sorted(home.glob("*-linux/ascend_toolkit_install.info"))
-    for path in (home / "compiler" / "version.info", home / "version.info"):
-        if path.is_file():
-            yield path
 
 
 def version_in(text: str) -> str | None:
@@ -139,55 +115,33 @@ def version_of(path: Path) -> str | None:
         return None
 
 
-def toolkit_version(home: Path) -> tuple[str, Path] | None:
-    """Returns CANN's version and the file that has it."""
-    read = ((version_of(path), path) for path in version_files(home))
-    return next(((version, path) for version, path in read if version), None)
-
-
-def missing_variables(environment: Mapping[str, str]) -> list[str]:
-    """Lists the variables of set_env.sh that are not set as it sets them."""
-    missing = [] if home_of(environment) else [CANN_FOLDERS[0]]
-    return missing + [
-        name for name, part in VARIABLES.items() if part not in environment.get(name, "")
-    ]
-
-
-def script_of(environment: Mapping[str, str]) -> str:
-    """Returns the set_env.sh to source: CANN's own, else the one of a default installation."""
-    home = home_of(environment)
-    beside = [home / "set_env.sh", home.parent / "set_env.sh"] if home else []
-    candidates = [*beside, *map(Path, DEFAULT_SCRIPTS)]
-    return str(next((path for path in candidates if path.is_file()), DEFAULT_SCRIPTS[0]))
-
-
 def device_files(folder: Path) -> list[Path]:
-    """Lists /dev/davinci0 and so on, by number."""
-    files = [path for path in folder.glob("davinci[0-9]*") if path.name[7:].isdecimal()]
-    return sorted(files, key=lambda path: int(path.name[7:]))
+    """Lists /dev/davinci0 and so on."""
+    return sorted(path for path in folder.glob("davinci[0-9]*") if path.name[7:].isdecimal())
 
 
 @dataclass(frozen=True)
 class HostState:
-    """Holds what was seen of this host.
-
-    `trouble` says why there is no `table`; `has_device` whether anything here indicates an NPU.
-    """
+    """Holds what was seen of this host; `trouble` says why there is no `table`."""
 
     environment: Mapping[str, str]
     table: SmiTable | None
     trouble: str
-    has_device: bool
 
     @classmethod
     def look(cls, environment: Mapping[str, str]) -> HostState:
-        table, trouble = _table(environment)
-        has_device = (
-            trouble != MISSING
-            or bool(device_files(targets.DEVICE_FILES))
-            or home_of(environment) is not None
-        )
-        return cls(environment, table, trouble, has_device)
+        return cls(environment, *_table(environment))
+
+    @property
+    def home(self) -> Path | None:
+        """Returns CANN's folder, as set_env.sh names it."""
+        named = next(filter(None, map(self.environment.get, CANN_FOLDERS)), None)
+        return None if named is None else Path(named)
+
+    @property
+    def has_device(self) -> bool:
+        """Says whether anything here indicates an NPU."""
+        return self.trouble != MISSING or bool(device_files(targets.DEVICE_FILES) or self.home)
 
     @property
     def visible(self) -> list[str]:
@@ -203,8 +157,20 @@ class HostState:
 
     @property
     def toolkit(self) -> tuple[str, Path] | None:
-        home = home_of(self.environment)
-        return None if home is None else toolkit_version(home)
+        """Returns CANN's version and the file that has it, the most exact one."""
+        if self.home is None:
+            return None
+        installed = sorted(self.home.glob("*-linux/ascend_toolkit_install.info"))
+        files = [*installed, self.home / "compiler" / "version.info", self.home / "version.info"]
+        read = ((version_of(path), path) for path in files)
+        return next(((version, path) for version, path in read if version), None)
+
+    @property
+    def script(self) -> str:
+        """Returns the set_env.sh to source: CANN's own, else the one of a default installation."""
+        beside = [self.home, self.home.parent] if self.home else []
+        candidates = [*(path / "set_env.sh" for path in beside), *map(Path, DEFAULT_SCRIPTS)]
+        return str(next((path for path in candidates if path.is_file()), DEFAULT_SCRIPTS[0]))
 
 
 def _table(environment: Mapping[str, str]) -> tuple[SmiTable | None, str]:
@@ -233,14 +199,6 @@ def _table(environment: Mapping[str, str]) -> tuple[SmiTable | None, str]:
         return None, f"{TOOL} info printed a table that cannot be read: {error}"
 
 
-def driver_lines(host: HostState) -> list[CheckLine]:
-    """Checks driver, device files, CANN and its variables."""
-    checks = {"driver": _driver, "device files": _files, "CANN": _toolkit, "set_env.sh": _variables}
-    if not host.has_device:
-        return [skipped(check, NO_DEVICE) for check in checks]
-    return [look(check, host) for check, look in checks.items()]
-
-
 def _driver(check: str, host: HostState) -> CheckLine:
     if host.table is None:
         return fails(
@@ -250,12 +208,12 @@ def _driver(check: str, host: HostState) -> CheckLine:
             "Docker runtime does",
         )
     chips = host.table.chips
-    sick = [chip for chip in chips if chip.health != "OK"]
     firmware = version_of(FIRMWARE) or "unknown"
     seen = f"{host.table.version}, firmware {firmware}, {len(chips)} x {chips[0].name}"
+    sick = [f"device {chip.index} is {chip.health}" for chip in chips if chip.health != "OK"]
     if sick:
-        states = ", ".join(f"device {chip.index} is {chip.health}" for chip in sick)
-        return fails(check, f"{seen}; {states}", f"ask {TOOL} info -t health -i NUMBER for why")
+        remedy = f"ask {TOOL} info -t health -i NUMBER for why"
+        return fails(check, f"{seen}; {', '.join(sick)}", remedy)
     return ok(check, f"{seen}, all healthy")
 
 
@@ -282,85 +240,117 @@ def _files(check: str, host: HostState) -> CheckLine:
 
 
 def _toolkit(check: str, host: HostState) -> CheckLine:
-    home = home_of(host.environment)
-    if home is None:
+    if host.home is None:
         seen = f"{CANN_FOLDERS[0]} is not set"
-        return fails(check, seen, f"install CANN, then: source {script_of(host.environment)}")
+        return fails(check, seen, f"install CANN, then: source {host.script}")
     if host.toolkit is None:
-        return fails(
-            check,
-            f"{home} has no version file",
-            f"set {CANN_FOLDERS[0]} by sourcing the set_env.sh of an installation of CANN",
-        )
-    version, path = host.toolkit
-    return ok(check, f"{version} ({path})")
+        remedy = f"set {CANN_FOLDERS[0]} by sourcing the set_env.sh of an installation of CANN"
+        return fails(check, f"{host.home} has no version file", remedy)
+    return toolkit_line(check, *host.toolkit)
+
+
+def toolkit_line(check: str, version: str, path: Path) -> CheckLine:
+    if release(version) in map(release, CANN_TAKEN):
+        return ok(check, f"{version} ({path}); published with MindSpore 2.9: {OURS}")
+    seen = f"{version}, but MindSpore 2.9 takes {', '.join(CANN_TAKEN)}"
+    remedy = f"install CANN {OURS} (toolkit and kernels) and source its set_env.sh: {PAGE}"
+    return fails(check, seen, remedy)
 
 
 def _variables(check: str, host: HostState) -> CheckLine:
-    missing = missing_variables(host.environment)
+    missing = [] if host.home else [CANN_FOLDERS[0]]
+    missing += [
+        name for name, part in VARIABLES.items() if part not in host.environment.get(name, "")
+    ]
     if missing:
-        script = script_of(host.environment)
         seen = f"{', '.join(missing)} lack what it sets"
-        return fails(check, seen, f"source {script} in the shell that starts ranks")
+        return fails(check, seen, f"source {host.script} in the shell that starts ranks")
     return ok(check, "its variables are set")
 
 
-def version_lines(host: HostState) -> list[CheckLine]:
-    """Checks the versions of Python, packages, CANN and driver against each other."""
-    lines = versions.package_lines()
-    toolkit, driver = "CANN's version", "driver's version"
-    if not host.has_device:
-        return lines + [skipped(check, NO_DEVICE) for check in (toolkit, driver)]
-    version = host.toolkit and host.toolkit[0]
-    if version is None:
-        lines.append(skipped(toolkit, "CANN is not there (see above)"))
-    else:
-        lines.append(versions.toolkit_line(version))
+def _driver_version(check: str, host: HostState) -> CheckLine:
     if host.table is None:
-        return [*lines, skipped(driver, host.trouble)]
-    return [*lines, versions.driver_line(host.table.version, version)]
+        return skipped(check, host.trouble)
+    return driver_line(check, host.table.version, host.toolkit[0] if host.toolkit else "")
 
 
-def memory_lines(host: HostState, num_ranks: int) -> list[CheckLine]:
-    """Checks the devices that `num_ranks` ranks of this host would use: the first of those that are visible."""
-    check = "device memory"
+def driver_line(check: str, driver: str, cann: str) -> CheckLine:
+    """Judges the driver's version; `cann` empty: not known."""
+    known = {release(own): published for own, published in TOGETHER.items()}
+    wanted = known.get(release(cann))
+    if wanted is None:
+        return skipped(check, f"{driver}; which CANN {cann or '(unknown)'} needs is not known")
+    if release(driver) < release(wanted):
+        return fails(
+            check,
+            f"{driver}, older than {wanted}, which is published with CANN {cann}",
+            f"install driver and firmware {wanted} (the host's administrator; then restart it): {PAGE}",
+        )
+    newer = " (newer than the published one, untried)" if release(driver) > release(wanted) else ""
+    return ok(check, f"{driver}, published with CANN {cann}: {wanted}{newer}")
+
+
+def _imports(environment: Mapping[str, str]) -> CheckLine:
+    command = [sys.executable, "-c", IMPORTS]
+    ended = subprocess.run(command, env={**environment}, capture_output=True, text=True)
+    if ended.returncode == 0:
+        return ok("imports", "MindSpore, and the functions of it that kernels call")
+    last = (ended.stderr.strip().splitlines() or ["without a word"])[-1][:300]
+    remedy = "install MindSpore and CANN that fit each other, as the table of the page says"
+    return fails("imports", f"status {ended.returncode}: {last}", remedy)
+
+
+def version_lines(host: HostState, num_ranks: int) -> list[CheckLine]:
+    """Checks what needs no device: Python and packages, CANN's version and variables."""
+    packages = [
+        ok("machine", own.what) if own.level == "ok" else fails("machine", own.what, own.remedy)
+        for own in needs()
+    ]
+    packages.append(_imports(host.environment))
+    return packages + _looked(host, {"CANN": _toolkit, "set_env.sh": _variables})
+
+
+def device_lines(host: HostState, num_ranks: int) -> list[CheckLine]:
+    """Checks the driver, the device files, and the memory of the devices that `num_ranks` ranks would use."""
+    checks = {"driver": _driver, "driver's version": _driver_version, "device files": _files}
+    return _looked(host, checks) + _memory_lines(host, num_ranks)
+
+
+def _looked(
+    host: HostState, checks: Mapping[str, Callable[[str, HostState], CheckLine]]
+) -> list[CheckLine]:
     if not host.has_device:
-        return [skipped(check, f"{NO_DEVICE}; the host's is plain doctor's")]
+        return [skipped(check, NO_DEVICE) for check in checks]
+    return [look(check, host) for check, look in checks.items()]
+
+
+def _memory_lines(host: HostState, num_ranks: int) -> list[CheckLine]:
+    """Looks at the first of the devices that are visible."""
+    check = "device memory"
     if host.table is None:
         return [skipped(check, host.trouble)]
-    chips = list(host.table.chips)
+    chips: Sequence[Chip] = host.table.chips
     if host.visible:
         chips = [chip for word in host.visible for chip in chips if str(chip.index) == word]
     lines = [_memory(chip) for chip in chips[:num_ranks]]
     if len(chips) < num_ranks:
-        lines.append(
-            fails(
-                check,
-                f"{len(chips)} devices are here, but {num_ranks} ranks need one each",
-                f"give --ranks {len(chips)}, or add devices to {targets.VISIBLE_DEVICES} or the container",
-            )
-        )
+        seen = f"{len(chips)} devices are here, but {num_ranks} ranks need one each"
+        remedy = f"give --ranks {len(chips)}, or add devices to {targets.VISIBLE_DEVICES} or the container"
+        lines.append(fails(check, seen, remedy))
     return lines
 
 
 def _memory(chip: Chip) -> CheckLine:
     check = f"memory of device {chip.index}"
-    seen = f"{chip.free_mib / 1024:.1f} of {chip.total_mib / 1024:.1f} GiB free"
+    free = chip.total_mib - chip.used_mib
+    seen = f"{free / 1024:.1f} of {chip.total_mib / 1024:.1f} GiB free"
     others = f"end them, or leave device {chip.index} out of {targets.VISIBLE_DEVICES}"
     if chip.holders:
-        processes = ", ".join(map(str, chip.holders))
-        return fails(check, f"{seen}; held by process {processes}", others)
+        return fails(check, f"{seen}; held by process {', '.join(chip.holders)}", others)
     if chip.used_mib > IDLE_SHARE * chip.total_mib:
-        return fails(
-            check,
-            f"{seen}, and no process is shown",
-            f"look on the host, outside of this container, for who holds it: {others}",
-        )
+        remedy = f"look on the host, outside of this container, for who holds it: {others}"
+        return fails(check, f"{seen}, and no process is shown", remedy)
     return ok(check, f"{seen}, no process")
 
 
-HOST_CHECKS: Mapping[str, Callable[[HostState, int], list[CheckLine]]] = {
-    "driver": lambda host, ranks: driver_lines(host),
-    "versions": lambda host, ranks: version_lines(host),
-    "memory": memory_lines,
-}
+HOST_CHECKS = {"versions": version_lines, "devices": device_lines}

@@ -1,9 +1,7 @@
-"""Lists what kernels are compared on: exact computations, then each of the contract's fused ones, with inputs.
+"""Lists what kernels are compared on, as data: the primitives that graphs launch, then the contract's methods.
 
-Integer arithmetic and rotary positions of rows as long as training's have to equal NumPy in every bit. Sampling draws
-by int32 products that wrap and by right shifts, and weights are compared by them. Rotary positions get numbers whose
-results are exact in every dtype, whatever the order of operations. The sizes are a run's, not a test's. The fused
-computations are small. kernels.py compares them.
+`kernels.py` compares them with NumPy. Sizes are those of Qwen2.5-7B on a rank of four on a device, small on processors.
+Sampling draws by int32 products that wrap and by right shifts, and weights are compared by them.
 """
 
 from __future__ import annotations
@@ -15,134 +13,175 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
-from mindgrpo.backend.kernels.shapes import NEVER, Heads
+from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
+from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
 
-COUNT, LONG_ROWS = 1 << 16, 8192
-HEADS = Heads(4, 2, 64)
+COUNT, PROMPT, SEGMENTS = 1 << 16, 6, 256
 # Those of rollout/noise.py and weights/checksum.py, or like them.
 FACTORS, SHIFTS = (0xED5AD4BB, 0xAC4C1B51, 0x31848BAB, 0x9E3779B9), (11, 14, 15, 16, 17)
-ROWS, LENGTH, WIDTH = 2, 48, 64
-# As of Qwen2 with biases, as of Qwen3 with norms inside heads.
-BIASED, NORMED = Heads(4, 2, 64, has_bias=True), Heads(4, 2, 64, norm_eps=1e-6)
-SLOTS = 3
+SIGNED = [int(np.uint32(factor).astype(np.int32)) for factor in FACTORS]
 
 
 @dataclass(frozen=True)
-class ExactCase:
-    """Is compared bit for bit.
+class Sizes:
+    """`rows` of `length` tokens; heads (queries, keys, dim); `picks` rows of logits; `slots` of `cache` positions."""
 
-    `make` gives what computes the `expected` tuple from `inputs`, whose floats are in the compared dtype.
-    """
-
-    name: str
-    make: Callable[[Kernels], nn.Cell]
-    inputs: Sequence[np.ndarray]
-    expected: Sequence[np.ndarray]
-
-
-class _Products(nn.Cell):
-    """Computes (x, y int32 [n]) -> x y, then x times each of FACTORS."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factors = tuple(int(np.uint32(factor).astype(np.int32)) for factor in FACTORS)
-
-    def construct(self, x: Any, y: Any) -> Any:
-        products: Any = (x * y,)
-        for factor in self.factors:
-            products += (x * factor,)
-        return products
+    rows: int
+    length: int
+    hidden: int
+    inner: int
+    vocabulary: int
+    picks: int
+    heads: tuple[int, int, int]
+    slots: int
+    cache: int
 
 
-class _Shifts(nn.Cell):
-    """Shifts int32 [n] right by each of SHIFTS, with zeros from above."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts = SHIFTS
-
-    def construct(self, x: Any) -> Any:
-        shifted: Any = ()
-        for shift in self.shifts:
-            shifted += (right_shift(x, shift),)
-        return shifted
-
-
-class _Rope(nn.Cell):
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__()
-        self.attention = kernels.attention(HEADS, np.zeros((1, 2 * HEADS.dim), np.float32))
-
-    def construct(self, heads: Any, angles: Any) -> Any:
-        return self.attention.apply_rope(heads, angles)
-
-
-class _RopeAndGradient(nn.Cell):
-    """Computes (heads [N, heads, D], angles [N, 1, 2 D], gradient as heads) -> rotated heads, their gradient."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        super().__init__()
-        self.rope = _Rope(kernels)
-        self.gradient = ops.GradOperation(sens_param=True)
-
-    def construct(self, heads: Any, angles: Any, dy: Any) -> Any:
-        return self.rope(heads, angles), self.gradient(self.rope)(heads, angles, dy)
-
-
-def exact_cases() -> list[ExactCase]:
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(-(2**31), 2**31, (2, COUNT)).astype(np.int32)
-    unsigned = x.view(np.uint32)
-    products = [unsigned * y.view(np.uint32), *(unsigned * np.uint32(f) for f in FACTORS)]
-    shifted = [unsigned >> np.uint32(shift) for shift in SHIFTS]
-    return [
-        ExactCase("int32 products", lambda _: _Products(), [x, y], products),
-        ExactCase("right shifts", lambda _: _Shifts(), [x], shifted),
-        _rotary_case(rng),
-    ]
-
-
-def _rotary_case(rng: np.random.Generator) -> ExactCase:
-    half = HEADS.dim // 2
-    shape = (LONG_ROWS, HEADS.queries + HEADS.kv, HEADS.dim)
-
-    def signs(*shape: int) -> np.ndarray:
-        return rng.choice(np.array([-1.0, 1.0], np.float32), shape)
-
-    heads, dy = (signs(*shape) * rng.integers(1, 4, shape).astype(np.float32) for _ in range(2))
-    # Of every row other ones, so that one that gets another row's is seen; no product is zero, which has a sign.
-    cos, sin = (np.tile(signs(LONG_ROWS, 1, half), 2) for _ in range(2))
-    sin *= 2.0
-    turned = np.concatenate([-heads[..., half:], heads[..., :half]], -1)
-    back = dy * sin
-    gradient = dy * cos + np.concatenate([back[..., half:], -back[..., :half]], -1)
-    expected = [heads * cos + turned * sin, gradient]
-    inputs = [heads, np.concatenate([cos, sin], -1), dy]
-    return ExactCase(f"rotary positions of {LONG_ROWS} rows", _RopeAndGradient, inputs, expected)
+SMALL = Sizes(2, 48, 64, 80, 500, 20, (4, 2, 64), 3, 48)
+REAL = Sizes(1, 8192, 3584, 4736, 38016, 1024, (7, 1, 128), 64, 2560)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Is compared with its plain double. `make` gives the computation of (activations, other inputs...) from `inputs`.
+    """Is compared with NumPy. `make` gives the computation of one or several outputs from `inputs`.
 
-    The first `num_wide` inputs are in the compared dtype; `outputs` are the shapes that it gives. Without
-    `has_gradient` it is compared forward only: the generator has no other. `method` of the contract computes it.
+    The first `num_wide` float inputs are in the compared dtype. Without `has_gradient` it is compared forward only: the
+    generator has no other. `method` of the contract computes it, where one does; else `expected` says what is.
     """
 
     name: str
     method: str
-    make: Callable[[Kernels], nn.Cell]
+    make: Callable[[Kernels], Callable[..., Any]]
     inputs: Sequence[np.ndarray]
-    num_wide: int
-    outputs: Sequence[tuple[int, ...]]
-    has_gradient: bool = True
-    is_attention: bool = False
+    num_wide: int = 0
+    has_gradient: bool = False
+    expected: Callable[..., Any] | None = None
 
     def is_plain_of(self, kernels: Kernels) -> bool:
         """Says whether `kernels` has no computation of its own for it."""
-        return getattr(type(kernels), self.method) is getattr(Kernels, self.method)
+        return getattr(type(kernels), self.method, 0) is getattr(Kernels, self.method, 0)
+
+    def reference(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Computes the outputs with NumPy."""
+        made = self.expected or self.make(NumpyKernels())
+        with np.errstate(over="ignore"):
+            out = (made.construct if isinstance(made, nn.Cell) else made)(*inputs)
+        return [*out] if isinstance(out, tuple | list) else [out]
+
+
+def _floats(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+# -- primitives ---------------------------------------------------------------------------------------------------
+
+
+def _updated(table: Any, rows: Any, values: Any) -> Any:
+    if isinstance(table, np.ndarray):
+        made = table.copy()
+        made[rows] = values
+        return made
+    own = Parameter(table.copy(), "table")
+    ops.scatter_update(own, rows, values)
+    return own
+
+
+def _segments(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    made = np.zeros((SEGMENTS, x.shape[1]), x.dtype)
+    np.add.at(made, rows, x)
+    return made
+
+
+def _shifted(x: np.ndarray) -> tuple[np.ndarray, ...]:
+    return tuple((x.view(np.uint32) >> np.uint32(shift)).view(np.int32) for shift in SHIFTS)
+
+
+UNARY: dict[str, Callable[[Any], Any]] = {
+    **{name: getattr(np, name) for name in ("exp", "log", "sqrt", "tanh")},
+    "rsqrt": lambda a: a**-0.5,
+    "sigmoid": lambda a: 1 / (1 + np.exp(-a)),
+}
+
+
+def _primitives(sizes: Sizes) -> list[Case]:
+    """Lists what graphs are made of beside the contract's methods: tests/test_census.py counts it.
+
+    What MindSpore's tensors and NumPy's arrays say alike is there once.
+    """
+    rng = np.random.default_rng(0)
+    n, third = sizes.rows * sizes.length, sizes.hidden // 3
+    x, y, z = (_floats(n, sizes.hidden, seed=i) for i in range(3))
+    logits, positive = _floats(sizes.slots, sizes.vocabulary), np.abs(x) + 0.1
+    bits, more = rng.integers(-(2**31), 2**31, (2, COUNT)).astype(np.int32)
+    rows = rng.permutation(n).astype(np.int32)[: n // 2]
+    segments = (np.arange(n) % SEGMENTS).astype(np.int32)
+    chosen = np.argsort(logits, 1)[:, :8].astype(np.int32)
+    batches = [own.reshape(2, n // 2, -1)[:, :32] for own in (x, y)]
+    alike: dict[str, tuple[Any, list[np.ndarray]]] = {
+        "arithmetic": (lambda a, b, c: (a + b, a - b * c, -a / c), [x, y, positive]),
+        "broadcast": (lambda a, b: a * b + b, [x, _floats(sizes.hidden)]),
+        "reductions": (lambda a: (a.sum(1), a.mean(1), a.max(axis=1)), [x]),
+        "column of the largest": (lambda a: a.argmax(1), [logits]),
+        "transpose": (lambda a: a.reshape(n, 4, -1).transpose(1, 0, 2), [x]),
+        "comparisons": (lambda a, b: tuple(own * 1 for own in (a < b, a >= b, a == b)), [x, y]),
+        "scatter": (_updated, [x, rows, z[: len(rows)]]),
+        "int32 products": (lambda a, b: (a * b, *(a * f for f in SIGNED)), [bits, more]),
+        "bits": (lambda a, b: (a & b, a | b, a ^ b), [bits, more]),
+    }
+    other: dict[str, tuple[Any, Any, list[np.ndarray]]] = {
+        **{name: (getattr(ops, name), own, [positive]) for name, own in UNARY.items()},
+        "maximum": (ops.maximum, np.maximum, [x, y]),
+        "choice": (lambda a, b: ops.Select()(a < b, a, b), np.minimum, [x, y]),
+        "product in batches": (
+            ops.BatchMatMul(transpose_b=True),
+            lambda a, b: a @ b.transpose(0, 2, 1),
+            batches,
+        ),
+        "slice and join": (
+            lambda a: ops.concat((a[:, third:], -a[:, :third]), 1),
+            lambda a: np.concatenate((a[:, third:], -a[:, :third]), 1),
+            [x],
+        ),
+        "gather": (lambda a, i: ops.gather(a, i, 0), lambda a, i: a[i], [x, rows]),
+        "gather of columns": (
+            lambda a, i: ops.gather_elements(a, 1, i),
+            lambda a, i: np.take_along_axis(a, i, 1),
+            [logits, chosen],
+        ),
+        "sums of segments": (
+            lambda a, i: ops.unsorted_segment_sum(a, i, SEGMENTS),
+            _segments,
+            [x, segments],
+        ),
+        "int32 sums": (lambda a: a.sum(), lambda a: a.sum(dtype=np.int64), [bits]),
+        "right shifts": (
+            lambda a: tuple(right_shift(a, shift) for shift in SHIFTS),
+            _shifted,
+            [bits],
+        ),
+    }
+    both = {name: (call, call, inputs) for name, (call, inputs) in alike.items()} | other
+    return [
+        Case(name, "", lambda _, call=call: call, inputs, 2, expected=own)  # type: ignore[misc]
+        for name, (call, own, inputs) in both.items()
+    ]
+
+
+class _Product(nn.Cell):
+    """Makes a cell of what may be a primitive, of which there is no gradient."""
+
+    def __init__(self, product: Any) -> None:
+        super().__init__()
+        self.product = product
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        return self.product(x, weight)
+
+
+# -- attention ----------------------------------------------------------------------------------------------------
 
 
 class AttentionOfRows(nn.Cell):
@@ -178,138 +217,142 @@ class AttentionToCache(nn.Cell):
         return self.attention(qkv, bias, q_norm, k_norm, mask, self.angles(angles), rows)
 
 
-def _floats(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
-
-
-def _rotary(heads: Heads) -> np.ndarray:
-    """Returns float32 [LENGTH, 2 D]: cos, then sin."""
-    angles = np.outer(np.arange(LENGTH), 10000.0 ** (-np.arange(heads.dim // 2) * 2 / heads.dim))
+def _rotary(heads: Heads, length: int) -> np.ndarray:
+    """Returns float32 [length, 2 D]: cos, then sin."""
+    angles = np.outer(np.arange(length), 10000.0 ** (-np.arange(heads.dim // 2) * 2 / heads.dim))
     angles = np.concatenate([angles, angles], 1)
     return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
 
-def _weights(heads: Heads) -> list[np.ndarray]:
-    """Returns bias, q_norm, k_norm; anything of one number where `heads` has none."""
+def _qkv(heads: Heads, num_tokens: int) -> list[np.ndarray]:
+    """Returns the projection, bias, q_norm, k_norm; anything of one number where `heads` has none."""
     nothing = np.zeros(1, np.float32)
     bias = _floats(heads.width) if heads.has_bias else nothing
     norms = [_floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2)]
-    return [bias, *norms]
+    return [_floats(num_tokens, heads.width), bias, *norms]
 
 
-def _packed_rows() -> tuple[np.ndarray, np.ndarray]:
-    """Returns positions and spans: a prompt of 7 that runs of 9, 5 and 1 share, a run alone, and padding."""
-    positions = np.zeros((ROWS, LENGTH), np.int32)
-    spans = np.zeros((ROWS, LENGTH, 3), np.int32)
-    spans[:, :, 2] = np.arange(LENGTH)
-    for row, (prompt, runs) in enumerate([(7, (9, 5, 1)), (3, (30,))]):
-        spans[row, :prompt] = (0, 0, 0)
-        positions[row, :prompt] = np.arange(prompt)
-        at = prompt
-        for count in runs:
-            spans[row, at : at + count] = (0, prompt, at)
-            positions[row, at : at + count] = prompt + np.arange(count)
-            at += count
+def _packed_rows(sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Returns positions and spans: in each row a prompt that three runs share, and padding."""
+    unit = sizes.length // 48
+    positions = np.zeros((sizes.rows, sizes.length), np.int32)
+    spans = np.zeros((sizes.rows, sizes.length, 3), np.int32)
+    spans[:, :, 2] = np.arange(sizes.length)
+    at = prompt = 7 * unit
+    spans[:, :at] = 0
+    positions[:, :at] = np.arange(at)
+    for count in (9 * unit, 5 * unit, unit):
+        spans[:, at : at + count] = (0, prompt, at)
+        positions[:, at : at + count] = prompt + np.arange(count)
+        at += count
     return positions, spans
 
 
-def _attention(
-    name: str,
-    method: str,
-    make: Callable[[Kernels], nn.Cell],
-    heads: Heads,
-    num_tokens: int,
-    others: Sequence[np.ndarray],
-) -> Case:
-    """Makes a case of attention of `num_tokens` tokens; only packed rows have a gradient."""
-    inputs = [_floats(num_tokens, heads.width), *_weights(heads), *others]
-    shape, has_gradient = (num_tokens, heads.queries * heads.dim), method == "attention"
-    return Case(name, method, make, inputs, 1, [shape], has_gradient, is_attention=True)
-
-
-def _packed(name: str, heads: Heads) -> Case:
-    rotary = _rotary(heads)
+def _packed(name: str, sizes: Sizes, is_causal: bool = False, **others: Any) -> Case:
+    """Makes a case of packed rows, or of rows that are one run each."""
+    heads, (positions, spans) = Heads(*sizes.heads, **others), _packed_rows(sizes)
+    if is_causal:
+        positions, spans = np.zeros_like(positions), np.zeros_like(spans)
+        positions += np.arange(sizes.length, dtype=np.int32)
+    rotary = _rotary(heads, sizes.length)
+    inputs = [*_qkv(heads, positions.size), positions, spans]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return AttentionOfRows(kernels, heads, rotary)
+        return AttentionOfRows(kernels, heads, rotary, is_causal)
 
-    return _attention(name, "attention", make, heads, ROWS * LENGTH, _packed_rows())
-
-
-def _causal(name: str, heads: Heads) -> Case:
-    """Makes a case of rows that are one run each."""
-    rotary = _rotary(heads)
-    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
-
-    def make(kernels: Kernels) -> nn.Cell:
-        return AttentionOfRows(kernels, heads, rotary, is_causal=True)
-
-    whole = positions, np.zeros((ROWS, LENGTH, 3), np.int32)
-    return _attention(name, "attention", make, heads, ROWS * LENGTH, whole)
+    return Case(name, "attention", make, inputs, 1, True)
 
 
-def _caches(heads: Heads) -> tuple[Parameter, Parameter]:
-    rows = SLOTS * heads.kv * LENGTH
-    keys, values = (_floats(rows, heads.dim, seed=i) for i in (3, 4))
-    return Parameter(Tensor(keys), "keys"), Parameter(Tensor(values), "values")
+def _caches(heads: Heads, sizes: Sizes, dtype: Dtype) -> tuple[Parameter, Parameter]:
+    shape, narrow = (sizes.slots * heads.kv * sizes.cache, heads.dim), mindspore_dtype(dtype)
+    keys, values = (Tensor(_floats(*shape, seed=i)).astype(narrow) for i in (3, 4))
+    return Parameter(keys, "keys"), Parameter(values, "values")
 
 
-def _prefill(heads: Heads) -> Case:
-    """Makes a case of two prompts of 6, which go to three slots."""
-    prompt, starts = 6, np.arange(SLOTS * heads.kv) * LENGTH
+def _prefill(sizes: Sizes, dtype: Dtype) -> Case:
+    """Makes a case of two prompts, which go to three slots."""
+    heads, prompt = Heads(*sizes.heads, has_bias=True), PROMPT * (sizes.cache // 48)
     causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
-    angles = np.tile(_rotary(heads)[:prompt, None], (2, 1, 1))
+    angles = np.tile(_rotary(heads, prompt)[:, None], (2, 1, 1))
+    starts = np.arange(3 * heads.kv) * sizes.cache
     rows = (starts[:, None] + np.arange(prompt)).reshape(-1).astype(np.int32)
     others = [causal[None, None], angles, np.array([1, 0, 1], np.int32), rows]
+    inputs = [*_qkv(heads, 2 * prompt), *others]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return kernels.prefill_attention(heads, *_caches(heads))
+        return kernels.prefill_attention(heads, *_caches(heads, sizes, dtype))
 
-    return _attention("attention of prompts", "prefill_attention", make, heads, 2 * prompt, others)
+    return Case("attention of prompts", "prefill_attention", make, inputs, 1)
 
 
-def _cached(name: str, heads: Heads, read: int) -> Case:
-    """Makes a case of a token of each of three slots that are filled to different lengths, `read` at most."""
-    at = np.array([5, 0, read - 1])
-    mask = np.where(np.arange(LENGTH) <= at[:, None], 0.0, NEVER).astype(np.float32)
-    starts = np.arange(SLOTS * heads.kv).reshape(SLOTS, heads.kv) * LENGTH
+def _cached(name: str, sizes: Sizes, dtype: Dtype, part: int, **others: Any) -> Case:
+    """Makes a case of a token of each slot; they are filled to different lengths, 1 / `part` at most."""
+    heads, slots, length = Heads(*sizes.heads, **others), sizes.slots, sizes.cache
+    read = length // part
+    at = np.resize([5, 0, read - 1], slots)
+    mask = np.where(np.arange(length) <= at[:, None], 0.0, NEVER).astype(np.float32)
+    starts = np.arange(slots * heads.kv).reshape(slots, heads.kv) * length
     rows = (starts + at[:, None]).reshape(-1).astype(np.int32)
-    others = [mask[:, None], _rotary(heads)[at][:, None], rows]
+    inputs = [*_qkv(heads, slots), mask[:, None], _rotary(heads, length)[at][:, None], rows]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return AttentionToCache(kernels, heads, *_caches(heads), read)
+        return AttentionToCache(kernels, heads, *_caches(heads, sizes, dtype), read)
 
-    return _attention(name, "cached_attention", make, heads, SLOTS, others)
+    return Case(name, "cached_attention", make, inputs, 1)
 
 
-def cases() -> list[Case]:
-    x, added, weight = _floats(37, WIDTH), _floats(37, WIDTH, seed=1), _floats(WIDTH)
-    same = (37, WIDTH)
-    matrix = _floats(WIDTH, 2 * WIDTH) / np.sqrt(np.float32(WIDTH))
+# -- all ----------------------------------------------------------------------------------------------------------
+
+
+def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
+    """Lists the cases whose caches are of `dtype`."""
+    tokens, hidden, inner = sizes.rows * sizes.length, sizes.hidden, sizes.inner
+    x, added, weight = _floats(tokens, hidden), _floats(tokens, hidden, seed=1), _floats(hidden)
+    matrix = _floats(hidden, inner) / np.float32(hidden**0.5)
+    rng = np.random.default_rng(0)
+    own = Vocabulary(100, sizes.vocabulary, sizes.vocabulary - 3, 0.8)
+    table = _floats(sizes.vocabulary, hidden) / np.float32(hidden**0.5)
+    ids = rng.integers(90, sizes.vocabulary + 120, tokens).astype(np.int32)
+    labels, picked = ids[: sizes.picks], x[: sizes.picks]
+    logits = _floats(sizes.picks, sizes.vocabulary)
+    picks = rng.permutation(tokens).astype(np.int32)[: sizes.picks]
+    picks[::5] = -1
+    # Log-sum-exp, entropy and the two gradients of each row.
+    numbers = [np.full(sizes.picks, np.log(sizes.vocabulary) + 0.5, np.float32)]
+    numbers += [_floats(sizes.picks, seed=i) for i in range(3)]
+    # No two alike.
+    levels = rng.permuted(np.tile(np.arange(sizes.vocabulary), (sizes.slots, 1)), axis=1)
+    chunk = sizes.picks // 4
+    # By method: what makes it, inputs, how many of them are wide, and whether it has a gradient.
+    method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
+        "matmul": (lambda k: _Product(k.matmul()), [x, matrix], 2, True),
+        "add_matmul": (lambda k: k.add_matmul(), [_floats(inner), x, matrix], 3, False),
+        "matmul_gradient": (lambda k: k.matmul_gradient(), [x, added], 2, False),
+        "rms_norm": (lambda k: k.rms_norm(1e-6), [x, weight], 1, True),
+        "add_rms_norm": (lambda k: k.add_rms_norm(1e-6), [x, added, weight], 2, True),
+        "glu": (lambda k: k.glu("silu"), [_floats(tokens, 2 * inner)], 1, True),
+        "embedding": (lambda k: k.embedding(100), [ids, table], 1, True),
+        "exact_embedding": (lambda k: k.exact_embedding(100), [ids, table], 1, True),
+        "pick": (lambda k: k.pick(), [picks, x], 1, True),
+        "largest": (lambda k: k.largest(20), [levels.astype(np.float32)], 0, False),
+        "log_prob_stats": (lambda k: k.log_prob_stats(own), [logits, labels], 1, False),
+        "log_prob_grad": (lambda k: k.log_prob_grad(own), [logits, labels, *numbers], 1, False),
+    }
+    linear: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray]]] = {
+        "linear_log_prob_stats": (lambda k: k.linear_log_prob_stats(own, chunk), [labels]),
+        "linear_log_prob_grad": (lambda k: k.linear_log_prob_grad(own, chunk), [labels, *numbers]),
+    }
+    method |= {
+        name: (make, [picked, table, *more], 2, False) for name, (make, more) in linear.items()
+    }
     return [
-        Case("norm", "rms_norm", lambda k: k.rms_norm(1e-6), [x, weight], 1, [same]),
-        Case(
-            "norm of a sum",
-            "add_rms_norm",
-            lambda k: k.add_rms_norm(1e-6),
-            [x, added, weight],
-            2,
-            [same, same],
-        ),
-        Case("gate", "glu", lambda k: k.glu("silu"), [_floats(37, 2 * WIDTH)], 1, [same]),
-        Case(
-            "product and bias",
-            "add_matmul",
-            lambda k: k.add_matmul(),
-            [_floats(2 * WIDTH), x, matrix],
-            3,
-            [(37, 2 * WIDTH)],
-            has_gradient=False,
-        ),
-        _packed("packed attention, biases", BIASED),
-        _packed("packed attention, norms", NORMED),
-        _causal("attention in rows of one sample", NORMED),
-        _prefill(BIASED),
-        _cached("attention to the cache", BIASED, LENGTH),
-        _cached("attention to a part of the cache", NORMED, LENGTH // 2),
+        *_primitives(sizes),
+        *(Case(name.replace("_", " "), name, *row) for name, row in method.items()),
+        Case("gelu", "glu", lambda k: k.glu("gelu_tanh"), [x], 1, True),
+        _packed("packed attention, biases", sizes, has_bias=True),
+        _packed("packed attention, norms", sizes, norm_eps=1e-6),
+        _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),
+        _prefill(sizes, dtype),
+        _cached("attention to the cache", sizes, dtype, 1, has_bias=True),
+        _cached("attention to a part of the cache", sizes, dtype, 2, norm_eps=1e-6),
     ]

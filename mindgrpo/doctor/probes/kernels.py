@@ -1,17 +1,16 @@
-"""Makes the doctor's checks of kernels: exact ones, then fused kernels against their plain doubles.
+"""Compares kernels of a device with NumPy, outputs and gradients, by dtype, and takes the time of a call.
 
-Fused kernels are compared on one device, outputs and gradients, by dtype. The double is MindSpore's plain operations in
-float32, on inputs that were rounded to the compared dtype. A difference counts as a share of the largest value of an
-output or gradient.
+Inputs are rounded to the compared dtype first. A difference counts as a share of the largest value of an output or
+gradient; integers have to be the same. Gradients of the plain kernels in float32 are held to the difference quotient of
+NumPy's outputs, and those of all others to the plain kernels' in float32.
 """
 
 from __future__ import annotations
 
-import re
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -22,21 +21,20 @@ from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library as native_library
-from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
-from mindgrpo.doctor.probes.kernel_cases import Case, ExactCase, cases, exact_cases
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
+from mindgrpo.backend.targets import FUSED_KERNELS, Target
+from mindgrpo.doctor.jobs import CheckLine, Starts, fails, ok, skipped
+from mindgrpo.doctor.probes.kernel_cases import REAL, SMALL, Case, cases
 
 # Of the largest value. float32 differs by the order of sums; the others by the rounding of what comes between.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 REMEDY = (
-    "check that CANN's kernels package is of the toolkit's version and of this chip (Ascend-cann-kernels); to go on "
-    "without fused attention, set use_flash_attention: false in the model's YAML, and send this report"
+    "check that CANN's kernels package is of the toolkit's version and of this chip (Ascend-cann-kernels); send the "
+    "archive"
 )
-EXACT_REMEDY = (
-    "do not train on this device: tokens are drawn, weights compared or positions told apart by this operation; send "
-    "this report"
-)
-LEAST = 1e-3
-_UNSUPPORTED = re.compile(r"Unsupported op \[(\w+)\] on CPU")
+FUSED_REMEDY = "a run can do without it (context.plain_kernels, as the .yaml has it); " + REMEDY
+EXACT_REMEDY = "do not train on this device: tokens are drawn or weights compared by this operation; send the archive"
+LEAST, STEP, CALLS = 1e-3, 1e-4, 5
 
 
 @dataclass(frozen=True)
@@ -46,32 +44,14 @@ class Fused:
     name: str
     make: Callable[[], Kernels]
     dtype: Dtype
-    has_attention: bool = True
 
-
-def compare_exactly(case: ExactCase, kernels: Kernels, dtype: Dtype) -> CheckLine:
-    """Compares every bit with NumPy's."""
-    wide = mindspore_dtype(dtype)
-    inputs = [tensor_of(own, wide if own.dtype == np.float32 else None) for own in case.inputs]
-    wrong = total = 0
-    for made, wanted in zip(case.make(kernels)(*inputs), case.expected, strict=True):
-        got = (made.astype(ms.float32) if wanted.dtype == np.float32 else made).asnumpy()
-        total += wanted.size
-        same_shape = got.shape == wanted.shape
-        differs = got.view(np.uint32) != wanted.view(np.uint32) if same_shape else None
-        wrong += wanted.size if differs is None else int(differs.sum())
-    if wrong:
-        seen = f"{wrong} of {total} values are others than NumPy's ({dtype})"
-        return fails(case.name, seen, EXACT_REMEDY)
-    return ok(case.name, f"{total} values, NumPy's in every bit ({dtype})")
-
-
-def tensor_of(array: np.ndarray, dtype: ms.Type | None) -> Tensor:
-    return Tensor(array) if dtype is None else Tensor(array).astype(dtype)
+    @property
+    def is_plain(self) -> bool:
+        return self.name == "plain"
 
 
 class _WithGradients(nn.Cell):
-    """Computes (inputs, sensitivities) -> outputs, then the inputs' gradients, in one graph."""
+    """Computes (inputs, sensitivity) -> output, then the inputs' gradients, in one graph; one of each, or tuples."""
 
     def __init__(self, cell: nn.Cell, num_inputs: int) -> None:
         super().__init__()
@@ -86,122 +66,158 @@ class _WithGradients(nn.Cell):
         return out, self.gradient(self.cell)(*inputs, sens)
 
 
-def results(case: Case, kernels: Kernels, dtype: Dtype, rounded: bool) -> list[np.ndarray]:
-    """Returns float32 outputs, then gradients of float inputs.
+def _is_float(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f"
 
-    With `rounded`, in float32 of inputs rounded to `dtype`.
-    """
-    narrow = mindspore_dtype(dtype)
-    inputs = []
-    for number, array in enumerate(case.inputs):
-        own = tensor_of(array, narrow if number < case.num_wide else None)
-        inputs.append(own.astype(ms.float32) if rounded and number < case.num_wide else own)
-    cell = case.make(kernels)
-    if not case.has_gradient:
-        return _arrays(cell(*inputs))
-    sens = []
-    for seed, shape in enumerate(case.outputs):
-        drawn = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-        own = tensor_of(drawn, narrow)
-        sens.append(own.astype(ms.float32) if rounded else own)
-    out, gradients = _WithGradients(cell, len(inputs))(*inputs, *sens)
-    pairs = zip(gradients, case.inputs, strict=True)
-    return _arrays(out) + [g for gs, x in pairs if x.dtype == np.float32 for g in _arrays(gs)]
+
+def _tensors(
+    arrays: Sequence[np.ndarray], dtype: Dtype, num_wide: int | None = None
+) -> list[Tensor]:
+    """Makes tensors, the first `num_wide` floats in `dtype`; None: all of them."""
+    made, left = [], len(arrays) if num_wide is None else num_wide
+    for own in arrays:
+        is_wide = _is_float(own) and left > 0
+        left -= is_wide
+        made.append(Tensor(own).astype(mindspore_dtype(dtype)) if is_wide else Tensor(own))
+    return made
 
 
 def _arrays(out: Any) -> list[np.ndarray]:
-    several = out if isinstance(out, tuple) else (out,)
-    return [one.astype(ms.float32).asnumpy() for one in several]
+    if isinstance(out, tuple | list):
+        return [array for one in out for array in _arrays(one)]
+    return [(out.astype(ms.float32) if out.is_floating_point() else out).asnumpy()]
 
 
-def difference(ours: Sequence[np.ndarray], plain: Sequence[np.ndarray]) -> float:
-    """Returns the largest difference, as a share of each array's largest value.
+def results(
+    case: Case, kernels: Kernels, dtype: Dtype, inputs: Any, sens: Any, calls: int
+) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """Computes `case` in `dtype`; returns outputs, gradients of float inputs, and a call's seconds over `calls`."""
+    tensors, made = _tensors(inputs, dtype, case.num_wide), case.make(kernels)
+    if case.has_gradient:
+        made = _WithGradients(made, len(tensors))
+        tensors += _tensors(sens, dtype)
+    arrays = _arrays(made(*tensors))
+    started = time.perf_counter()
+    for number in range(calls):
+        out = made(*tensors)
+        if number == calls - 1:
+            _arrays(out)
+    seconds = (time.perf_counter() - started) / max(1, calls)
+    gradients = zip(arrays[len(sens) :], inputs, strict=False)
+    return arrays[: len(sens)], [own for own, x in gradients if _is_float(x)], seconds
 
-    Infinite where a number is not finite.
+
+def difference(ours: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the largest difference as a share of the largest value; infinite where none is allowed or a number is
+    not finite."""
+    if ours.shape != expected.shape or not np.isfinite(ours).all():
+        return float("inf")
+    if not _is_float(expected):
+        return 0.0 if np.array_equal(ours, expected) else float("inf")
+    return float(np.abs(ours - expected).max() / max(LEAST, np.abs(expected).max()))
+
+
+def _by_quotient(
+    case: Case, inputs: Sequence[np.ndarray], sens: Any, gradients: Sequence[np.ndarray]
+) -> float:
+    """Compares gradients with the change of NumPy's outputs in one direction of all float inputs.
+
+    Returns the difference as a share of the gradients' norm, which is what a wrong one would change.
     """
-    worst = 0.0
-    for one, other in zip(ours, plain, strict=True):
-        if one.shape != other.shape or not np.isfinite(one).all():
-            return float("inf")
-        scale = max(LEAST, float(np.abs(other).max()))
-        worst = max(worst, float(np.abs(one - other).max()) / scale)
-    return worst
+    rng = np.random.default_rng(0)
+    signs = [rng.choice([-1.0, 1.0], own.shape) if _is_float(own) else None for own in inputs]
+
+    def along(step: float) -> float:
+        pairs = zip(inputs, signs, strict=True)
+        outputs = case.reference([x if own is None else x + step * own for x, own in pairs])
+        return sum(float((own * out).sum()) for own, out in zip(sens, outputs, strict=True))
+
+    quotient = (along(STEP) - along(-STEP)) / (2 * STEP)
+    directions = [own for own in signs if own is not None]
+    ours = sum(float((g * own).sum()) for g, own in zip(gradients, directions, strict=True))
+    norm = sum(float((g.astype(float) ** 2).sum()) for g in gradients) ** 0.5
+    return abs(ours - quotient) / max(LEAST, norm) if np.isfinite(ours) else float("inf")
 
 
 def compare(case: Case, fused: Fused) -> CheckLine:
-    """Compares a fused kernel with its plain double. Raises what the fused kernel raises."""
-    check = name_of(case, fused)
-    passes = "forward and backward" if case.has_gradient else "forward"
-    limit = TOLERANCE[fused.dtype]
-    if case.is_plain_of(fused.make()):
+    """Compares a kernel with NumPy. Raises what it raises."""
+    check, kernels, dtype = name_of(case, fused), fused.make(), fused.dtype
+    if not fused.is_plain and case.is_plain_of(kernels):
         return skipped(check, "there is none: plain operations compute it")
-    plain = results(case, Kernels(), fused.dtype, rounded=True)
-    ours = results(case, fused.make(), fused.dtype, rounded=False)
-    worst = difference(ours, plain)
-    seen = f"{passes}, differs by {worst:.1e} of the largest value, allowed {limit:.0e}"
-    return ok(check, seen) if worst <= limit else fails(check, seen, REMEDY)
+    inputs = _arrays(_tensors(case.inputs, dtype, case.num_wide))
+    exact = [own.astype(np.float64) if _is_float(own) else own for own in inputs]
+    expected = case.reference(exact)
+    drawn = [np.random.default_rng(i).normal(size=own.shape) for i, own in enumerate(expected)]
+    sens = _arrays(_tensors(drawn, dtype))
+    ours, gradients, seconds = results(case, kernels, dtype, inputs, sens, CALLS)
+    worst = max(difference(*own) for own in zip(ours, expected, strict=True))
+    if case.has_gradient and fused.is_plain and dtype == "float32":
+        worst = max(worst, _by_quotient(case, exact, sens, gradients))
+    elif case.has_gradient:
+        _, plain, _ = results(case, Kernels(), "float32", inputs, sens, 0)
+        worst = max(worst, *(difference(*own) for own in zip(gradients, plain, strict=True)))
+    limit, is_exact = TOLERANCE[dtype], not any(map(_is_float, expected))
+    passes = "forward and backward" if case.has_gradient else "forward"
+    seen = f"{passes}, {1e6 * seconds:.0f} us, differs by {worst:.1e} of the largest value, "
+    seen += "NumPy's in every bit are wanted" if is_exact else f"allowed {limit:.0e}"
+    plain_kernels = _needed(case, fused)
+    figures = {"microseconds": round(1e6 * seconds, 1), "kernels": plain_kernels}
+    if worst <= limit:
+        return ok(check, seen, **figures)
+    remedy = EXACT_REMEDY if is_exact else FUSED_REMEDY if plain_kernels else REMEDY
+    return fails(check, seen, remedy, **figures)
+
+
+def _needed(case: Case, fused: Fused) -> list[str]:
+    """Lists the kernels that a run has to do without if the check fails."""
+    is_own = not fused.is_plain and case.method in FUSED_KERNELS
+    return [case.method] if is_own else []
 
 
 def name_of(case: Case, fused: Fused) -> str:
     return f"{fused.name} {case.name}, {fused.dtype}"
 
 
-def first_words(error: BaseException) -> str:
-    """Returns what MindSpore's error says first, without its rules and headings."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    words = [line for line in lines if line.strip("-") and not line.startswith("- ")]
-    return (words or lines or [""])[0][:300]
-
-
-def fused_kernels(device: str) -> list[Fused]:
-    """Lists what can be compared on `device`: its own kernels, and those of Ascend that processors can run."""
-    half = Fused("fused", lambda: AscendKernels(attention_dtype="float16"), "float16")
+def kernels_of(rung: str, device: str) -> list[Fused]:
+    """Lists what is compared on a rung; processors lack bfloat16 and have kernels in C."""
+    narrow: Dtype = "bfloat16" if device == "Ascend" else "float16"
+    if rung == "float32":
+        return [Fused("plain", Kernels, "float32")]
+    if device == "Ascend" and rung == "fused":
+        half = Fused("fused", lambda: AscendKernels(attention_dtype="float16"), "float16")
+        return [Fused("fused", AscendKernels, "float32"), half]
     if device == "Ascend":
-        narrow = Fused("fused", lambda: AscendKernels(attention_dtype="bfloat16"), "bfloat16")
-        return [Fused("fused", AscendKernels, "float32", has_attention=False), half, narrow]
-    # The host's processors lack bfloat16 in operations around the fused ones.
-    return [Fused("C", _native, "float32"), half]
+        own = Fused("fused", lambda: AscendKernels(attention_dtype="bfloat16"), narrow)
+        return [Fused("plain", Kernels, narrow), own]
+    return [
+        Fused("C", NativeKernels, "float32") if rung == "fused" else Fused("plain", Kernels, narrow)
+    ]
 
 
-def _native() -> Kernels:
-    from mindgrpo.backend.kernels.native.kernels import NativeKernels
-
-    return NativeKernels()
-
-
-def kernel_checks(device: str) -> list[tuple[str, Callable[[], CheckLine]]]:
-    """Lists (name, what makes its line) of every check on `device`."""
-    # What runs compute with there; operations on integers are the same in all kernels.
-    own = Fused("plain", Kernels, "float32")
-    if device == "Ascend":
-        own = fused_kernels(device)[-1]
-    checks: list[tuple[str, Callable[[], CheckLine]]] = []
-    for exact in exact_cases():
-        checks.append((exact.name, partial(compare_exactly, exact, own.make(), own.dtype)))
-    for fused in fused_kernels(device):
-        if fused.name == "C" and native_library.library() is None:
-            reason = "they cannot be compiled here, and runs go without"
-            checks.append(("C kernels", partial(skipped, "C kernels", reason)))
-            continue
-        chosen = [case for case in cases() if fused.has_attention or not case.is_attention]
-        checks += [(name_of(case, fused), partial(compare, case, fused)) for case in chosen]
-    return checks
-
-
-def kernel_lines(device: str, first: int, starts: Callable[[str], None]) -> Iterator[CheckLine]:
-    """Makes the checks from number `first` on; `starts` as in transfers.py.
+def kernel_lines(rung: str, target: Target, first: int, starts: Starts) -> Iterator[CheckLine]:
+    """Makes the checks from number `first` on.
 
     Ends this process after a check that raises: what it leaves of the device's state is no ground for the next one.
     """
-    for name, check in kernel_checks(device)[first:]:
-        starts(name)
+    sizes = SMALL if target.keeps_weights_on_host else REAL
+    chosen = [
+        (case, fused)
+        for fused in kernels_of(rung, target.device)
+        for case in cases(sizes, fused.dtype)
+        if case.method or fused.is_plain
+    ]
+    for case, fused in chosen[first:]:
+        name, own = name_of(case, fused), _needed(case, fused)
+        starts(name, kernels=own)
+        if fused.name == "C" and native_library.library() is None:
+            yield skipped(name, "it cannot be compiled here, and runs go without")
+            continue
         try:
-            line = check()
+            line = compare(case, fused)
         except (RuntimeError, TypeError, ValueError) as error:
-            missing = _UNSUPPORTED.search(str(error))
-            if not missing:
-                yield fails(name, f"{type(error).__name__}: {first_words(error)}", REMEDY)
-                traceback.print_exception(error)
-                raise SystemExit(1) from error
-            line = skipped(name, f"the host's processors have no {missing[1]}")
+            traceback.print_exception(error)
+            words = next((row for row in str(error).splitlines() if row.strip("- ")), "")
+            seen = f"{type(error).__name__}: {words.strip()[:300]}"
+            yield fails(name, seen, FUSED_REMEDY if own else REMEDY, kernels=own)
+            raise SystemExit(1) from error
         yield line

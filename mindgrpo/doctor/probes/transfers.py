@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+import psutil
+from mindspore import Tensor, nn
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.backend.targets import Target
-from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
+from mindgrpo.doctor.jobs import CheckLine, Starts, fails, ok, skipped
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
@@ -23,100 +27,96 @@ from mindgrpo.weights.checksum import host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
-COUNT = 257
-LARGE_BYTES = 16 << 20
+COUNT, LARGE_BYTES, CALLS = 257, 16 << 20, 10
+# Elements of sums whose bits are compared: gathered and added in one order, or in shares.
+SUMS = (1, COUNT, 10**6)
 REMEDY = (
-    "compare the ranks' logs in this report; set HCCL_IF_IP or HCCL_SOCKET_IFNAME if ranks do not reach each other, "
+    "compare the ranks' logs in the archive; set HCCL_IF_IP or HCCL_SOCKET_IFNAME if ranks do not reach each other, "
     "and ask hccn_tool -i NUMBER -link -g for each device's link"
 )
-Check = Callable[[], str]
 HEAD_DIM, MAX_LAYERS = 64, 32
-SYNC_REMEDY = (
-    "see the lines of communication; the generator would draw by other weights than the trainer's"
-)
-OFFLOAD = "offload to the host and back"
-OFFLOAD_REMEDY = (
-    "set context.max_device_memory so that nothing leaves the device, and send this report"
-)
+SYNC_REMEDY = "see sums and links; the generator would draw by other weights than the trainer's"
+OFFLOAD, RELEASED = "offload to the host and back", "memory of weights that are released"
+OFFLOAD_REMEDY = "set context.max_device_memory so that nothing leaves the device; send the archive"
+Seen = tuple[bool, str, dict[str, Any]]
 
 
-class Differs(Exception):
-    """Says that what arrived is not what was sent."""
+def whole_numbers(backend: Backend, rank: int) -> np.ndarray:
+    """Returns those of a rank, whose sums over up to 256 ranks are exact in 16 bits, too."""
+    return ((np.arange(COUNT) + rank) % max(2, min(4, 256 // backend.world_size))).astype("f4")
 
 
-def _expect(name: str, arrived: np.ndarray, wanted: np.ndarray) -> None:
-    wrong = np.flatnonzero(arrived.astype(np.float32).reshape(-1) != wanted.reshape(-1))
-    if arrived.shape != wanted.shape or wrong.size:
-        raise Differs(f"{name}: {wrong.size} of {wanted.size} values are others than were sent")
+def _sums(backend: Backend) -> Seen:
+    ranks, graph = range(backend.world_size), backend.graph(backend.world.sum_cell(), "sum")
+    everyone = [whole_numbers(backend, rank) for rank in ranks]
+    own = Tensor(everyone[backend.rank], mindspore_dtype(backend.compute_dtype))
+    total = graph(own).asnumpy().astype("f4")
+    seconds = _timed(backend, lambda: [graph(own) for _ in range(CALLS)]) / CALLS
+    figures = _rates(collective_us=1e6 * seconds)
+    return np.array_equal(total, sum(everyone)), f"{COUNT} {backend.compute_dtype}", figures
 
 
-def _own(rank: int, size: int) -> np.ndarray:
-    """Returns whole numbers whose sums over `size` ranks, up to 256 of them, are exact in 16 bits, too."""
-    return ((np.arange(COUNT) + rank) % max(2, min(4, 256 // size))).astype(np.float32)
+def _same_bits(backend: Backend) -> Seen:
+    """Sums numbers whose sum depends on the order; all ranks have to have rank 0's bits of it."""
+    ranks, graph = range(backend.world_size), backend.graph(backend.world.sum_cell(), "sum")
+    wrong = []
+    for count in SUMS:
+        drawn = [np.random.default_rng(rank).normal(size=count).astype("f4") for rank in ranks]
+        total = graph(Tensor(drawn[backend.rank])).asnumpy()
+        digests = backend.world.gather_objects(hashlib.sha256(total.tobytes()).hexdigest())
+        is_far = np.abs(total - sum(drawn)).max() > 1e-5 * len(ranks)
+        if is_far or digests[backend.rank] != digests[0]:
+            wrong.append(count)
+    return not wrong, f"float32 of {', '.join(map(str, SUMS))} numbers", {}
 
 
-def transfers(backend: Backend) -> list[tuple[str, Check]]:
-    """Lists (name, what makes it and says what was seen), in one order on all ranks; the checks raise Differs."""
-    world, size, rank = backend.world, backend.world_size, backend.rank
-    own = Tensor(_own(rank, size), mindspore_dtype(backend.compute_dtype))
+def _links(backend: Backend) -> Seen:
+    """Times a message from each rank of an even number to the next."""
+    peer, shape = backend.rank ^ 1, (LARGE_BYTES // 4,)
+    numbers = np.resize(whole_numbers(backend, 0), shape)
+    values = Tensor(numbers, mindspore_dtype(backend.compute_dtype))
+    link = backend.link(peer, shape) if peer < backend.world_size else None
 
-    def reduce() -> str:
-        total = backend.graph(world.sum_cell(), "all-reduce")(own)
-        wanted = np.sum([_own(r, size) for r in range(size)], axis=0)
-        _expect("sums", total.asnumpy(), wanted)
-        return f"{COUNT} {backend.compute_dtype} over {size} ranks"
+    def move() -> Any:
+        if link is not None:
+            return link.exchange(*((None, shape) if backend.rank % 2 else (values, None)))
 
-    def gather() -> str:
-        rows = backend.graph(world.gather_cell(), "all-gather")(own)
-        _expect("rows", rows.asnumpy(), np.stack([_own(r, size) for r in range(size)]))
-        return f"{COUNT} {backend.compute_dtype} of {size} ranks"
-
-    def send() -> str:
-        following, previous = (rank + 1) % size, (rank - 1) % size
-        arrived = backend.exchange({following: own}, {previous: (COUNT,)}, backend.compute_dtype)
-        _expect("values", arrived[previous].asnumpy(), _own(previous, size))
-        return f"{COUNT} {backend.compute_dtype} from each rank to the next"
-
-    def objects() -> str:
-        everyone = world.gather_objects({"rank": rank, "text": "x" * (1000 + rank)})
-        if [one["rank"] for one in everyone] != list(range(size)):
-            raise Differs(f"objects of ranks {[one['rank'] for one in everyone]} arrived")
-        return f"Python's objects of {size} ranks"
-
-    def large() -> str:
-        large_values = Tensor(np.full(LARGE_BYTES // 4, rank + 1.0, np.float32))
-        graph = backend.graph(world.sum_cell(), "large all-reduce")
-        graph(large_values).asnumpy()  # the first call compiles and connects
-        world.barrier()
-        started = time.perf_counter()
-        total = graph(large_values).asnumpy()
-        seconds = time.perf_counter() - started
-        _expect("sums", total[:COUNT], np.full(COUNT, size * (size + 1) / 2, np.float32))
-        return f"{LARGE_BYTES >> 20} MiB in {seconds:.4f} s, {LARGE_BYTES / seconds / 1e9:.2f} GB/s"
-
-    return [
-        ("all-reduce", reduce),
-        ("all-gather", gather),
-        ("send and receive", send),
-        ("objects", objects),
-        ("large all-reduce", large),
-    ]
+    arrived = move()
+    moved, seconds = values.itemsize * shape[0], _timed(backend, move)
+    is_right = arrived is None or np.array_equal(arrived.asnumpy().astype("f4"), numbers)
+    figures = _rates(link_GB_per_s=moved / seconds / 1e9, link_share=1.0)
+    return is_right, _rate(moved, seconds), figures
 
 
-def communication_lines(backend: Backend, starts: Callable[[str], None]) -> Iterator[CheckLine]:
-    """Checks every kind of transfer of a run with known values.
+def _large_sums(backend: Backend) -> Seen:
+    graph, size = backend.graph(backend.world.sum_cell(), "large sum"), backend.world_size
+    values = Tensor(np.full(LARGE_BYTES // 4, backend.rank + 1.0, np.float32))
+    total = graph(values).asnumpy()  # compiles and connects
+    seconds = _timed(backend, lambda: graph(values))
+    is_right = bool((total == size * (size + 1) / 2).all())
+    return is_right, _rate(LARGE_BYTES, seconds), {"bytes": LARGE_BYTES, "seconds": seconds}
 
-    `starts` hears of each check before it is made, so that one that does not end is known by its name.
-    """
-    if backend.world_size == 1:
-        yield skipped("transfers between ranks", "there is one rank; give --ranks 2 or more")
-        return
-    for name, check in transfers(backend):
+
+# In one order on all ranks; each says whether what arrived is what was sent.
+TRANSFERS: dict[str, Callable[[Backend], Seen]] = {
+    "sums": _sums,
+    "same bits of sums": _same_bits,
+    "links": _links,
+    "large sums": _large_sums,
+}
+
+
+def _rates(**rates: float) -> dict[str, Any]:
+    return {"roofline": {key: float(f"{value:.4g}") for key, value in rates.items()}}
+
+
+def communication_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[CheckLine]:
+    """Checks every kind of transfer of a run with known values."""
+    for name, check in TRANSFERS.items():
         starts(name)
-        try:
-            yield ok(name, f"{check()} ({backend.name})")
-        except Differs as error:
-            yield fails(name, str(error), REMEDY)
+        is_right, seen, figures = check(backend)
+        seen = f"{seen}, {backend.world_size} ranks ({backend.name})"
+        yield _compared(name, seen, is_right, REMEDY, figures, backend)
 
 
 def model_of(num_ranks: int, num_bytes: int, itemsize: int) -> DecoderConfig:
@@ -154,9 +154,7 @@ def _timed(backend: Backend, run: Callable[[], object]) -> float:
     return max(backend.world.gather_objects(time.perf_counter() - started))
 
 
-def weight_lines(
-    backend: Backend, target: Target, starts: Callable[[str], None]
-) -> Iterator[CheckLine]:
+def weight_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[CheckLine]:
     """Times what moves a run's weights, bit for bit; all ranks together, and all yield the same lines.
 
     The model is large enough for a device's links, small enough for a test's.
@@ -172,6 +170,8 @@ def weight_lines(
         yield _synced(model, source, backend)
     starts(OFFLOAD)
     yield _offloaded(source, backend)
+    starts(RELEASED)
+    yield _released(source, backend, target)
 
 
 def _synced(model: DecoderConfig, source: Weights, backend: Backend) -> CheckLine:
@@ -187,9 +187,40 @@ def _synced(model: DecoderConfig, source: Weights, backend: Backend) -> CheckLin
     for weights in (target, expected):
         weights.pool.release()
     layouts = f"{source.layout.mesh} -> {target.layout.mesh}"
-    seen = f"{layouts}, {backend.compute_dtype}: {_rate(plan.bytes_moved, seconds)} between ranks"
+    seen = f"{layouts}, {backend.compute_dtype}: {_rate(plan.bytes_moved, seconds)} between ranks, same bits"
     figures = {"bytes": plan.bytes_moved, "seconds": seconds}
     return _compared("weight sync", seen, same, SYNC_REMEDY, figures, backend)
+
+
+class _First(nn.Cell):
+    """Refers to a parameter, as graphs do to weights that leave the device."""
+
+    def __init__(self, parameter: Any) -> None:
+        super().__init__()
+        self.parameter = parameter
+
+    def construct(self, factor: Any) -> Any:
+        return self.parameter.reshape(-1)[:1].astype("float32") * factor
+
+
+def used_bytes(target: Target) -> int:
+    """Returns what MindSpore has allocated on the device; of processors, what this process has in memory."""
+    if target.device == "Ascend":
+        return int(ms.runtime.memory_allocated())
+    return int(psutil.Process().memory_info().rss)
+
+
+def _released(weights: Weights, backend: Backend, target: Target) -> CheckLine:
+    """Measures whether weights that a compiled graph refers to leave memory that can be used again."""
+    largest = max(weights.parameters.values(), key=lambda own: own.size)
+    backend.graph(_First(largest), "first")(Tensor([1.0], ms.float32)).asnumpy()
+    full = used_bytes(target)
+    weights.pool.release()
+    backend.make_room()
+    left, wanted = used_bytes(target), weights.num_bytes
+    seen = f"{(full - left) / 2**20:.0f} of {wanted / 2**20:.0f} MiB came back"
+    figures, is_right = {"before": full, "after": left}, full - left >= 0.9 * wanted
+    return _compared(RELEASED, seen, is_right, OFFLOAD_REMEDY, figures, backend)
 
 
 def _offloaded(weights: Weights, backend: Backend) -> CheckLine:
@@ -197,19 +228,19 @@ def _offloaded(weights: Weights, backend: Backend) -> CheckLine:
     away = _timed(backend, weights.pool.offload)
     back = _timed(backend, weights.pool.load)
     same, each = host_sums(weights) == before, weights.num_bytes
-    seen = f"a rank's {_rate(each, away)} away, {_rate(each, back)} back"
-    figures = {"bytes": each, "seconds_away": away, "seconds_back": back}
+    seen = f"a rank's {_rate(each, away)} away, {_rate(each, back)} back, same bits"
+    figures = _rates(host_copy_GB_per_s=each / max(away, back) / 1e9)
     return _compared(OFFLOAD, seen, same, OFFLOAD_REMEDY, figures, backend)
 
 
 def _compared(
-    check: str, seen: str, same: bool, remedy: str, figures: dict[str, float], backend: Backend
+    check: str, seen: str, same: bool, remedy: str, figures: Mapping[str, Any], backend: Backend
 ) -> CheckLine:
-    """Says which ranks got other bits than were sent; `same`: this one did not."""
+    """Says which ranks did not get what they should; `same`: this one did. All ranks make the same line."""
     wrong = [rank for rank, own in enumerate(backend.world.gather_objects(same)) if not own]
     if wrong:
-        return fails(check, f"{seen}; ranks {wrong} got other bits", remedy, **figures)
-    return ok(check, f"{seen}, bit for bit", **figures)
+        return fails(check, f"{seen}; not on ranks {wrong}", remedy, **figures)
+    return ok(check, seen, **figures)
 
 
 def _rate(num_bytes: int, seconds: float) -> str:

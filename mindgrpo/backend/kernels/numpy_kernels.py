@@ -1,0 +1,184 @@
+"""The kernels' contract in NumPy: what the results of other kernels are compared with.
+
+Methods return functions of arrays, in place of cells, which compute in the dtype of their floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import NEVER, Activation, Heads, Vocabulary
+
+Array = np.ndarray
+Function = Callable[..., Any]
+
+
+def _norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def _rows(table: Array, rows: Array) -> Array:
+    """Returns rows of a table, zeros for those that it does not have."""
+    mine = (rows >= 0) & (rows < len(table))
+    return table[np.where(mine, rows, 0)] * mine[:, None]
+
+
+def turned(heads: Array) -> Array:
+    first, second = np.split(heads, 2, -1)
+    return np.concatenate([-second, first], -1)
+
+
+def _split(own: Heads, *inputs: Array) -> list[Array]:
+    """Takes qkv, bias, q_norm, k_norm, angles; returns queries, keys and values [N, heads, D], turned by position."""
+    qkv, bias, q_norm, k_norm, angles = inputs
+    heads = (qkv + bias if own.has_bias else qkv).reshape(len(qkv), -1, own.dim)
+    q, k, v = np.split(heads, [own.queries, own.queries + own.kv], 1)
+    if own.norm_eps is not None:
+        q, k = _norm(q, q_norm, own.norm_eps), _norm(k, k_norm, own.norm_eps)
+    cos, sin = np.split(angles, 2, -1)
+    return [x * cos + turned(x) * sin for x in (q, k)] + [v]
+
+
+def _mixed(own: Heads, *inputs: Array) -> Array:
+    """Mixes values of rows: q [R, queries, T, D], k and v [R, kv, S, D], mask [R or 1, T, S] -> [R, T, queries D]."""
+    q, k, v, mask = inputs
+    out = np.empty_like(q)
+    for row, head in np.ndindex(q.shape[:2]):
+        key = head * own.kv // own.queries
+        scores = q[row, head] @ k[row, key].T * own.scale + mask[row % len(mask)]
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out[row, head] = weights @ v[row, key] / weights.sum(-1, keepdims=True)
+    return out.transpose(0, 2, 1, 3).reshape(len(q), q.shape[2], -1)
+
+
+def _by_head(heads: Array, rows: int) -> Array:
+    return heads.reshape(rows, -1, *heads.shape[1:]).transpose(0, 2, 1, 3)
+
+
+class NumpyKernels(Kernels):
+    def matmul(self, transpose_b: bool = False) -> Function:
+        return lambda x, weight: x @ (weight.T if transpose_b else weight)
+
+    def add_matmul(self) -> Any:
+        return lambda bias, x, weight: x @ weight + bias
+
+    def matmul_gradient(self) -> Function:
+        return lambda x, dy: x.T @ dy
+
+    def rms_norm(self, eps: float) -> Any:
+        return lambda x, weight: _norm(x, weight, eps)
+
+    def add_rms_norm(self, eps: float) -> Any:
+        return lambda x, added, weight: (x + added, _norm(x + added, weight, eps))
+
+    def glu(self, activation: Activation) -> Any:
+        def glu(both: Array) -> Array:
+            gate, up = np.split(both, 2, 1)
+            cubic = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            return gate / (1 + np.exp(-(gate if activation == "silu" else cubic))) * up
+
+        return glu
+
+    def embedding(self, first_token: int) -> Any:
+        return lambda tokens, table: _rows(table, tokens - first_token)
+
+    exact_embedding = embedding
+
+    def pick(self) -> Any:
+        return lambda picks, x: _rows(x, picks)
+
+    def rope_and_mask(self, rotary: Array, is_causal: bool = False) -> Any:
+        def rope_and_mask(positions: Array, spans: Array) -> tuple[Array, Array]:
+            prefix, count, start = np.split(spans, 3, 2)
+            column = np.arange(spans.shape[1])
+            seen = (column >= prefix) & (column < prefix + count)
+            seen |= (column >= start) & (column <= column[:, None])
+            return np.where(seen, 0.0, NEVER), rotary[positions.reshape(-1), None]
+
+        return rope_and_mask
+
+    def attention(self, heads: Heads, rotary: Array, is_causal: bool = False) -> Any:
+        def attention(*inputs: Array) -> Array:
+            *own, mask, angles = inputs
+            q, k, v = (_by_head(x, len(mask)) for x in _split(heads, *own, angles))
+            return _mixed(heads, q, k, v, mask).reshape(len(own[0]), -1)
+
+        return attention
+
+    def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> Any:
+        def attention(*inputs: Array) -> Array:
+            *own, mask, angles, _, _ = inputs
+            rows = len(own[0]) // mask.shape[3]
+            q, k, v = (_by_head(x, rows) for x in _split(heads, *own, angles))
+            return _mixed(heads, q, k, v, mask[0]).reshape(len(own[0]), -1)
+
+        return attention
+
+    def cached_angles(self, heads: Heads) -> Any:
+        return lambda angles: angles
+
+    def cached_attention(self, heads: Heads, keys: Any, values: Any, read: int) -> Any:
+        def attention(*inputs: Array) -> Array:
+            *own, mask, angles, rows = inputs
+            q, *cached = _split(heads, *own, angles)
+            slots = []
+            for new, cache in zip(cached, (keys, values), strict=True):
+                filled = cache.astype(ms.float32).asnumpy().astype(q.dtype)
+                filled[rows] = new.reshape(-1, heads.dim)
+                slots.append(filled.reshape(len(q), heads.kv, -1, heads.dim))
+            return _mixed(heads, q[:, :, None], *slots, mask).reshape(len(q), -1)
+
+        return attention
+
+    def largest(self, count: int) -> Any:
+        def largest(x: Array) -> tuple[Array, Array]:
+            columns = np.argsort(-x, 1, kind="stable")[:, :count].astype(np.int32)
+            return np.take_along_axis(x, columns, 1), columns
+
+        return largest
+
+    def log_prob_stats(self, vocabulary: Vocabulary) -> Any:
+        def stats(logits: Array, labels: Array) -> Array:
+            own = logits[:, : vocabulary.real] * vocabulary.scale
+            top = own.max(1)
+            mass = np.exp(own - top[:, None])
+            target = (own * _one_hot(labels, vocabulary, own)).sum(1)
+            return np.stack([top, mass.sum(1), (mass * own).sum(1), target], 1)
+
+        return stats
+
+    def log_prob_grad(self, vocabulary: Vocabulary) -> Any:
+        def gradient(logits: Array, labels: Array, *numbers: Array) -> Array:
+            totals, entropy, dlogp, dentropy = (own[:, None] for own in numbers)
+            log_p = logits[:, : vocabulary.real] * vocabulary.scale - totals
+            p = np.exp(log_p)
+            own = dlogp * (_one_hot(labels, vocabulary, p) - p) - dentropy * p * (log_p + entropy)
+            padding = [(0, 0), (0, vocabulary.width - vocabulary.real)]
+            return np.pad(own * vocabulary.scale, padding)
+
+        return gradient
+
+    def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> Any:
+        stats = self.log_prob_stats(vocabulary)
+        return lambda x, table, labels: stats(x @ table.T, labels)
+
+    def linear_log_prob_grad(
+        self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
+    ) -> Any:
+        gradient = self.log_prob_grad(vocabulary)
+
+        def both(x: Array, table: Array, *others: Array) -> tuple[Array, Array]:
+            dlogits = gradient(x @ table.T, *others)
+            return dlogits @ table, dlogits.T @ x
+
+        return both
+
+
+def _one_hot(labels: Array, vocabulary: Vocabulary, like: Array) -> Array:
+    columns = np.arange(like.shape[1]) + vocabulary.first
+    return (labels[:, None] == columns).astype(like.dtype)
