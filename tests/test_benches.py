@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from small_generators import WITH_C
 
+from mindgrpo.parallel.mesh import Mesh
+
 BENCH = Path(__file__).resolve().parent.parent / "scripts" / "bench"
 MODEL = {
     "model_type": "qwen2",
@@ -193,6 +195,20 @@ def test_ratios_are_of_medians_over_all_rounds(monkeypatch: pytest.MonkeyPatch) 
     generate = compare.compare(compare.CONTESTS["generate"], given)
     assert generate["medians"]["mindgrpo"] == 6.0
     assert generate["ratios"] == {"transformers": pytest.approx(3.0), "vllm": pytest.approx(3.0)}
+
+
+def test_a_weight_sync_of_7b_in_the_layout_of_its_users_makes_few_calls_and_copies() -> None:
+    import sync_calls
+
+    model = sync_calls.read_model_yaml(str(sync_calls.ROOT / sync_calls.QWEN2_5_7B))
+    plan = sync_calls.plan_of(model, Mesh(1, 4, 2), Mesh(2, 4))
+    for rank in range(plan.num_ranks):
+        counts = sync_calls.counts_of(plan, rank, 256 << 20)
+        assert counts["written"] > 3.5 * 2**30
+        assert counts["calls"] <= 450 and counts["exchanges"] <= 8 and counts["extra_bytes"] == 0
+        # What is kept is read and written; what is sent is read, and what is received is written.
+        kept = counts["written"] - counts["received"]
+        assert counts["bytes"] == 2 * kept + counts["sent"] + counts["received"] < 8e9
 
 
 def test_exponents_are_slopes_of_the_logarithms() -> None:

@@ -43,6 +43,7 @@ from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import mix
+from mindgrpo.weights import checksum
 from mindgrpo.weights.checksum import device_sums, host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
@@ -175,14 +176,14 @@ def test_released_memory_goes_back_to_the_system(device: Backend) -> None:
 
 
 class Unreachable(HostCpuBackend):
-    def _transfer(self, *_: Any) -> dict[int, Any]:
+    def _transfer(self, *_: Any) -> None:
         raise RuntimeError("the link is down")
 
 
 def test_a_rank_that_has_caught_a_failed_exchange_waits_for_nobody() -> None:
     backend = Unreachable({})
     with pytest.raises(RuntimeError, match="the link is down"):
-        backend.exchange({}, {1: (1,)}, "float32")
+        backend.exchange({}, {1: [backend.zeros((1,), "float32")]})
     assert backend.health.heartbeats()[0].waits_since == 0.0
 
 
@@ -270,9 +271,14 @@ def test_sums_of_weights_are_those_that_the_host_computes(
     weights, shifts = Weights(LAYOUT, 0, device, dtype=dtype), []
     fill_random(weights, seed=4)
     monkeypatch.setattr(ops, "bitwise_right_shift", lambda *x: shifts.append(x))
-    assert device_sums(weights) == host_sums(weights)
+    expected, read, copied = host_sums(weights), Tensor.asnumpy, []
+    monkeypatch.setattr(Tensor, "asnumpy", lambda x: copied.append(x) or read(x))
+    assert device_sums(weights) == expected
+    assert len(copied) == 1
     # NPUs compute it on their AI CPU.
     assert shifts == []
+    monkeypatch.setattr(checksum, "DEVICE_ELEMENTS", 700)
+    assert device_sums(weights) == expected
 
 
 def test_adapters_are_merged_and_references_mixed_as_on_the_host(

@@ -194,7 +194,7 @@ def test_parts_are_written_in_place_bit_for_bit_and_nothing_beside_them(dtype: D
     for number, name in enumerate(names):
         region = weights.region(name)
         values = np.resize(np.roll(known, 7 * number), region.shape)
-        tensor = Tensor(values.view(signed).reshape(-1)).view(mindspore_dtype(dtype))
+        tensor = Tensor(values.view(signed)).view(mindspore_dtype(dtype))
         written.append((region, tensor))
         whole = np.zeros(weights.parameters[region.key].shape, unsigned)
         whole[region.slices] = values

@@ -63,6 +63,7 @@ def connect(
     backend.matmul_precision = runtime.matmul_precision
     backend.compute_dtype = runtime.compute_dtype
     backend.sums_in_float32 = runtime.sums_in_float32
+    backend.bucket_bytes = runtime.bucket_bytes
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend
@@ -86,6 +87,7 @@ class RuntimeSettings:
     sums_in_float32: bool = False
     flash_attention: bool = False
     plain_kernels: Sequence[str] = ()
+    bucket_bytes: int = Backend.bucket_bytes
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:

@@ -206,6 +206,8 @@ class Backend(ABC):
     # Bytes of pools and activations that passed between device and host since the start; inputs of graphs, such as
     # token ids, are left out.
     host_device_bytes = 0
+    # Of weights that a rank sends to others, and receives, at a time.
+    bucket_bytes = 256 << 20
     # Of the device; None where it has no limit of its own.
     device_memory_bytes: int | None = None
     kernels: Kernels
@@ -253,13 +255,17 @@ class Backend(ABC):
         raise NotImplementedError
 
     def exchange(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
-    ) -> dict[int, Any]:
-        """Sends tensors of `dtype` to ranks and returns those of the ranks in `receives`, which gives their shapes.
+        self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]
+    ) -> None:
+        """Sends tensors to ranks, and fills those of the ranks in `receives` with what these send, in their order.
 
-        Device to device, as one; the ranks named make matching calls. Raises NotImplementedError where the backend
-        `shares_memory`: there ranks read each other's pools.
+        Device to device, as one; all are contiguous, and the ranks named make matching calls. Raises
+        NotImplementedError where the backend `shares_memory`: there ranks read each other's pools.
         """
+        raise NotImplementedError
+
+    def zeros(self, shape: Sequence[int], dtype: Dtype) -> Any:
+        """Returns a tensor in memory of the device. Raises NotImplementedError where that is the host's."""
         raise NotImplementedError
 
     @abstractmethod

@@ -53,6 +53,13 @@ def bits_of(array: np.ndarray) -> np.ndarray:
     return array.view(f"u{array.itemsize}")
 
 
+def device_bits(tensor: Any) -> Any:
+    """Returns the same memory of a device as integers, int32 or int16."""
+    import mindspore as ms
+
+    return tensor.view(ms.int32 if tensor.itemsize == 4 else ms.int16)
+
+
 def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
     """Resolves `asked` on `target`, where `auto` is the fastest that is accurate to float32. Raises UserError.
 

@@ -229,8 +229,15 @@ class GenerateConfig(Section):
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     """vLLM: fraction of a device's memory that an engine may use; on processors, fraction of the host's memory for all
     engines of the run together; null: 0.9 on a device, else no limit"""
+    update_weights_bucket_megabytes: int = Field(256, ge=1)
+    """devices: maximum amount of weights in MiB that a rank sends to others, and receives, at a time when the generator
+    gets new ones; what is not contiguous takes as much memory beside the weights"""
     sampling_config: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.update_weights_bucket_megabytes << 20
 
     @property
     def uses_vllm(self) -> bool:

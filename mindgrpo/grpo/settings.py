@@ -31,7 +31,7 @@ def _settings(kind: type[Settings], section: Section, **others: Any) -> Settings
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
-    """Returns what the device's backend sets up of `context`."""
+    """Returns what the device's backend sets up of `context`, and the bucket of weight sync."""
     context = config.context
     return _settings(
         RuntimeSettings,
@@ -45,6 +45,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         sums_in_float32=config.context.reduce_dtype == "float32",
         flash_attention=flash_attention(config),
         plain_kernels=plain_kernels(config),
+        bucket_bytes=config.generate_config.bucket_bytes,
     )
 
 

@@ -28,10 +28,8 @@ from mindgrpo.training.gradient_sync import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import in_model_order, spread
+from mindgrpo.weights.checksum import sum_bytes
 from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
-
-# Of a parameter's bits in 32: themselves, and the products with the factors of two dims while one is made.
-CHECKSUM_COPIES = 3
 
 
 @dataclass(frozen=True)
@@ -112,22 +110,14 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 
     Those that the communication library itself keeps are not known.
     """
+    bucket = plan.config.generate_config.bucket_bytes
     # Checksums are taken when the buckets are free again.
-    reshard = max(device_buffer_bytes(plan.reshard), _checksum_bytes(plan))
+    reshard = max(device_buffer_bytes(plan.reshard, bucket), _checksum_bytes(plan))
     sizes = {"reshard": reshard, "update": _sum_bytes(plan)}
     if plan.reference is not None and plan.config.ref_config.sync_ref_model:
         to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
-        sizes["sync_reference"] = device_buffer_bytes(to_reference)
+        sizes["sync_reference"] = device_buffer_bytes(to_reference, bucket)
     return sizes
-
-
-def _checksum_bytes(plan: RunPlan) -> int:
-    """Returns the bytes of int32 copies of the largest parameter while its checksum is taken (weights/checksum.py)."""
-    if plan.config.rl_config.checksum_interval is None:
-        return 0
-    layouts = (plan.train, plan.infer)
-    largest = (math.prod(local_shape(spec, own.mesh)) for own in layouts for spec in own.specs)
-    return CHECKSUM_COPIES * FLOAT_BYTES * max(largest)
 
 
 def group_bytes(plan: RunPlan) -> int:
@@ -137,6 +127,13 @@ def group_bytes(plan: RunPlan) -> int:
         if layout is not None:
             groups |= {layout.mesh.group(0, axes) for axes in (("mp",), ("dp",), ("pp",))}
     return plan.config.context.target.group_bytes * sum(len(ranks) > 1 for ranks in groups)
+
+
+def _checksum_bytes(plan: RunPlan) -> int:
+    """Returns the bytes of copies in 32 bits that sums of weights are made of."""
+    if plan.config.rl_config.checksum_interval is None:
+        return 0
+    return sum_bytes(max(map(_largest, (plan.train, plan.infer))))
 
 
 def _sum_bytes(plan: RunPlan) -> int:

@@ -7,94 +7,119 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 import numpy as np
-from mindspore import ops
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.dtypes import bits_of
 from mindgrpo.backend.host_memory import Copies
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weight_sync.plan import Plan
-from mindgrpo.weight_sync.rounds import DEFAULT_BUCKET_BYTES, Piece, device_bucket_bytes, rounds
-from mindgrpo.weights.local_weights import HostTensors, WeightArrays, Weights
+from mindgrpo.weight_sync.plan import Move, Plan
+from mindgrpo.weight_sync.rounds import Transfer, in_rounds, pair_capacity, transfers
+from mindgrpo.weights.local_weights import HostTensors, Region, WeightArrays, Weights
 
 # What a rank may receive into.
 Target = Weights | HostTensors
-
-
-@dataclass
-class _Round:
-    """Holds what is sent to each rank and received from each, in the order in which both sides lay it out."""
-
-    sends: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
-    receives: dict[int, list[Piece]] = field(default_factory=lambda: defaultdict(list))
+# Parts in the order in which both sides send and receive them, by the other rank.
+_Round = dict[int, list[Transfer]]
 
 
 class DeviceRounds:
-    """A sender's bucket of a round goes, to each rank, with what that rank wants of it.
+    """Sends what lies in one piece from where it is, and receives it where it belongs; the rest by way of copies.
 
-    `extra_bytes` bounds what a rank sends or receives from one other rank in a round.
+    `extra_bytes` are those of the copies of a round.
     """
 
-    def __init__(
-        self, plan: Plan, source: Weights, target: Target, backend: Backend, bucket_bytes: int
-    ) -> None:
+    def __init__(self, plan: Plan, source: Weights, target: Target, backend: Backend) -> None:
         self._source, self._target, self._backend = source, target, backend
-        self._keep = plan.of(backend.rank).keep
-        self.extra_bytes = device_bucket_bytes(plan, bucket_bytes)
-        self._rounds: list[_Round] = []
-        for moved in rounds(plan, self.extra_bytes, rank=backend.rank):
-            own = _Round()
-            for piece in moved:
-                if piece.move.source == backend.rank:
-                    own.sends[piece.move.target].append(piece)
-                else:
-                    own.receives[piece.move.source].append(piece)
-            self._rounds.append(own)
+        self._writes_device = isinstance(target, Weights) and not target.on_host_only
+        moves, own = plan.of(backend.rank), source.places_on(backend.rank)
+        here = target.places_on(backend.rank)
+        self._kept = transfers(moves.keep, own, here)
+        capacity = pair_capacity(plan, backend.bucket_bytes)
+        sends = [
+            (peer, in_rounds(transfers(sent, own, target.places_on(peer)), capacity))
+            for peer, sent in _by(lambda move: move.target, moves.send)
+        ]
+        receives = [
+            (peer, in_rounds(transfers(wanted, source.places_on(peer), here), capacity))
+            for peer, wanted in _by(lambda move: move.source, moves.receive)
+        ]
+        self._rounds = list(zip_longest(_turned(sends), _turned(receives), fillvalue=_Round()))
+        self.extra_bytes = plan.itemsize * max(map(self._copied, self._rounds), default=0)
+
+    def _copied(self, moved: tuple[_Round, _Round]) -> int:
+        """Counts the elements that are copied on their way."""
+        sends, receives = (list(chain(*one.values())) for one in moved)
+        sent = sum(part.size for part in sends if not part.source.is_contiguous)
+        return sent + sum(part.size for part in receives if not self._arrives_in_place(part))
+
+    def _arrives_in_place(self, part: Transfer) -> bool:
+        return self._writes_device and part.target.is_contiguous
 
     def run(self) -> int:
         for weights in (self._source, self._target):
             weights.pool.require("weight sync")
-        kept = [(m.name, m.box, self._source.part(m.name, m.box)) for m in self._keep]
-        self._write(kept)
-        arrived = sum(map(self._run, self._rounds))
+        self._write((part.target, self._source.bits(part.source)) for part in self._kept)
+        for sends, receives in self._rounds:
+            self._exchange(sends, receives)
         self._backend.synchronize()
-        return sum(move.size for move in self._keep) + arrived
+        arrived = chain(*(chain(*receives.values()) for _, receives in self._rounds))
+        return sum(part.size for part in chain(self._kept, arrived))
 
-    def _run(self, moved: _Round) -> int:
-        sends = {rank: self._packed(own) for rank, own in moved.sends.items()}
-        sizes = {rank: (sum(p.box.size for p in own),) for rank, own in moved.receives.items()}
-        arrived = self._backend.exchange(sends, sizes, self._source.dtype)
-        written = []
-        for rank, own in moved.receives.items():
-            start = 0
-            for piece in own:
-                flat = arrived[rank][start : start + piece.box.size]
-                written.append((piece.move.name, piece.box, flat))
-                start += piece.box.size
-        self._write(written)
-        return sum(size for (size,) in sizes.values())
+    def _exchange(self, sends: _Round, receives: _Round) -> None:
+        sent = {peer: [self._in_one_piece(p.source) for p in own] for peer, own in sends.items()}
+        arrived = {peer: [self._room(part) for part in moving] for peer, moving in receives.items()}
+        self._backend.exchange(sent, arrived)
+        copied = [
+            (part.target, values)
+            for peer, moving in receives.items()
+            for part, values in zip(moving, arrived[peer], strict=True)
+            if not self._arrives_in_place(part)
+        ]
+        self._write(copied)
 
-    def _packed(self, sent: Sequence[Piece]) -> Any:
-        flat = [self._source.part(p.move.name, p.box).reshape(-1) for p in sent]
-        return flat[0] if len(flat) == 1 else ops.concat(flat)
+    def _in_one_piece(self, region: Region) -> Any:
+        view = self._source.view(region)
+        return view if region.is_contiguous else view.contiguous()
 
-    def _write(self, written: Sequence[tuple[str, Box, Any]]) -> None:
+    def _room(self, part: Transfer) -> Any:
+        """Returns the device's memory that the part arrives in."""
+        if isinstance(self._target, Weights) and self._arrives_in_place(part):
+            return self._target.view(part.target)
+        return self._backend.zeros(part.target.shape, self._source.dtype)
+
+    def _write(self, written: Iterable[tuple[Region, Any]]) -> None:
         target = self._target
         if isinstance(target, Weights) and not target.on_host_only:
-            target.set_parts([(target.region(name, box), values) for name, box, values in written])
+            target.set_parts(written)
             return
-        for name, box, values in written:
-            self._backend.host_device_bytes += box.size * target.pool.itemsize
-            view = target.arrays.hf_views[name][box.within(target.boxes[name]).slices]
-            if target.layout.by_name[
-                name
-            ].transposed:  # the values arrive as their sender stores them
-                view = view.swapaxes(-1, -2)
-            view[...] = values.asnumpy().reshape(view.shape)
+        for region, values in written:
+            array = values.asnumpy()
+            self._backend.host_device_bytes += array.nbytes
+            tensor = target.arrays.tensors[region.key]
+            bits_of(tensor)[region.slices] = bits_of(array)
+
+
+def _by(rank_of: Callable[[Move], int], moves: Iterable[Move]) -> Iterable[tuple[int, list[Move]]]:
+    """Sorts moves by the other rank."""
+    by_rank: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_rank[rank_of(move)].append(move)
+    return by_rank.items()
+
+
+def _turned(by_peer: Sequence[tuple[int, list[list[Transfer]]]]) -> list[_Round]:
+    """Returns by round what is given by rank."""
+    num_rounds = max((len(rounds) for _, rounds in by_peer), default=0)
+    return [
+        {peer: rounds[number] for peer, rounds in by_peer if number < len(rounds)}
+        for number in range(num_rounds)
+    ]
 
 
 @dataclass(frozen=True)
@@ -124,8 +149,8 @@ class _Moving(Protocol):
 class Resharder:
     """Repeats one plan between the same two sets of weights, as after every update.
 
-    Ranks that share memory read the senders' weights where they are; on devices they travel in rounds of buckets of
-    `bucket_bytes`.
+    Ranks that share memory read the senders' weights where they are; on devices they travel in rounds of at most
+    `backend.bucket_bytes`.
     """
 
     def __init__(
@@ -134,7 +159,6 @@ class Resharder:
         source: Weights,
         target: Target,
         backend: Backend,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> None:
         if target.pool.dtype != source.dtype or plan.itemsize != source.pool.itemsize:
             raise ValueError(
@@ -146,7 +170,7 @@ class Resharder:
         if backend.shares_memory:
             self._moving = _InPlace(plan, source, target, backend)
         else:
-            self._moving = DeviceRounds(plan, source, target, backend, bucket_bytes)
+            self._moving = DeviceRounds(plan, source, target, backend)
 
     @property
     def extra_bytes(self) -> int:

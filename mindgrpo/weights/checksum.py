@@ -14,13 +14,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from mindgrpo.backend.dtypes import bits_of
+from mindgrpo.backend.dtypes import bits_of, device_bits
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
-from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.weights.local_weights import Weights, device_bits
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
+from mindgrpo.weights.local_weights import Weights
 
 # So that they stay in a core's cache.
 ELEMENTS_AT_ONCE = 1 << 18
+# On a device, of which it has some copies in 32 bits.
+DEVICE_ELEMENTS = 1 << 25
 MODULUS = 1 << 32
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -63,17 +65,53 @@ def box_sum(part: np.ndarray, box: Box) -> int:
 
 
 def device_sums(weights: Weights) -> dict[str, int]:
-    """Returns what `box_sum` gives for this rank's parameters; the device computes, and only sums are copied."""
-    sums = {}
-    for name in weights.names:
-        factors = weights.layout.by_name[name].as_stored(_factors(weights.boxes[name]))
-        rows, columns = reduce(np.multiply.outer, factors[:-1]).ravel(), factors[-1]
-        bits = mixed(device_bits(weights.part(name).reshape(rows.size, columns.size)))
-        # Products wrap, and so a sum of any width has the sum's lower 32 bits.
-        for of_dim, shape in ((rows, (-1, 1)), (columns, (1, -1))):
-            bits = bits * Tensor(of_dim.view(np.int32)).reshape(shape)
-        sums[name] = int(bits.sum().asnumpy()) % MODULUS
-    return sums
+    """Returns what `box_sum` gives for this rank's parameters.
+
+    The device adds up each column of each stored tensor; the columns' sums are copied in one piece.
+    """
+    columns, where = [], []
+    for entry in weights.fused:
+        specs = [spec for spec in entry.specs if spec.name in weights.boxes]
+        if not specs:
+            continue
+        bits = device_bits(weights.parameters[entry.key]).reshape(-1, entry.shape[-1])
+        rows = _row_factors(specs[0], weights.boxes[specs[0].name], entry.shape)
+        at_once = max(1, DEVICE_ELEMENTS // entry.shape[-1])
+        for start in range(0, len(rows), at_once):
+            block = slice(start, start + at_once)
+            factors = Tensor(rows[block].view(np.int32)).reshape(-1, 1)
+            # Products wrap, and so a sum of any width has the sum's lower 32 bits.
+            columns.append((mixed(bits[block]) * factors).sum(0).astype(ms.int32))
+            where.append((entry.shape[-1], specs))
+    return _sums_of_columns(weights, ops.concat(columns).asnumpy().view(np.uint32), where)
+
+
+def sum_bytes(largest: int) -> int:
+    """Returns the bytes that `device_sums` takes for a tensor of `largest` elements: bits, mixed, and products."""
+    return 4 * 3 * min(largest, DEVICE_ELEMENTS)
+
+
+def _row_factors(spec: ParameterSpec, box: Box, shape: Sequence[int]) -> np.ndarray:
+    """Returns a factor for each row of a stored tensor [shape], 0 for rows that its parameters do not reach."""
+    factors = spec.as_stored(_factors(box))[:-1]
+    room = np.zeros(shape[:-1] or (1,), np.uint32)
+    room[tuple(slice(0, own.size) for own in factors)] = reduce(np.multiply.outer, factors)
+    return room.ravel()
+
+
+def _sums_of_columns(
+    weights: Weights, columns: np.ndarray, where: Sequence[tuple[int, Sequence[ParameterSpec]]]
+) -> dict[str, int]:
+    """Returns the parameters' sums. `where` has the width of each run of `columns` and the parameters in it."""
+    sums = dict.fromkeys(weights.names, 0)
+    first = 0
+    for width, specs in where:
+        for spec in specs:
+            own = columns[first : first + width][weights.region(spec.name).slices[-1]]
+            factors = spec.as_stored(_factors(weights.boxes[spec.name]))[-1]
+            sums[spec.name] += int((own * factors).sum(dtype=np.uint32))
+        first += width
+    return {name: total % MODULUS for name, total in sums.items()}
 
 
 def mixed(bits: Any) -> Any:

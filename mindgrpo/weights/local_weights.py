@@ -6,19 +6,19 @@ slice, [out, in]. HostTensors are such slices one after another in the host's me
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import ops
 
 from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
-from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
+from mindgrpo.backend.dtypes import Dtype, device_bits, mindspore_dtype
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 
@@ -99,14 +99,59 @@ def arrange(layout: Layout, rank: int) -> tuple[FusedTensor, ...]:
 
 @dataclass(frozen=True)
 class Region:
-    """Part of a tensor as it is stored."""
+    """Part of a tensor as it is stored, whose shape is `within`."""
 
     key: str
     slices: tuple[slice, ...]
+    within: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(one.stop - one.start for one in self.slices)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, tensor: Any) -> Any:
+        """Returns this part of a tensor of the device: the tensor itself, or a view."""
+        return tensor if self.shape == self.within else tensor[self.slices]
+
+    def write(self, tensor: Any, values: Any) -> None:
+        if self.shape == self.within:
+            tensor.copy_(values)
+        else:
+            # Not by copy_ of a view, or of [...]: on processors MindSpore 2.9 writes those to a copy.
+            tensor[self.slices] = values
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Tells whether the elements follow each other in memory: all dims are whole after one that is cut."""
+        shape = self.shape
+        cut = next((dim for dim, extent in enumerate(shape) if extent > 1), len(shape))
+        return shape[cut + 1 :] == self.within[cut + 1 :]
+
+
+class Places:
+    """Tells where `rank` stores parts of `layout`'s parameters: fused, or each `apart` from the others."""
+
+    def __init__(self, layout: Layout, rank: int, apart: bool = False) -> None:
+        self._specs, self._boxes = layout.by_name, layout.held_by(rank)
+        if apart:
+            layout = replace(layout, specs=tuple(replace(s, fused_key="") for s in layout.specs))
+        self._stored_at = {
+            spec.name: (entry, start)
+            for entry in arrange(layout, rank)
+            for spec, start, _ in entry.columns()
+        }
+
+    def region(self, name: str, box: Box | None = None) -> Region:
+        """Returns where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
+        entry, start = self._stored_at[name]
+        own = self._boxes[name]
+        *outer, last = self._specs[name].as_stored((own if box is None else box).within(own).slices)
+        columns = slice(last.start + start, last.stop + start)
+        return Region(entry.key, (*outer, columns), entry.shape)
 
 
 class WeightArrays:
@@ -207,40 +252,37 @@ class Weights:
         return [spec.name for spec in self.specs() if spec.name in self.boxes]
 
     def region(self, name: str, box: Box | None = None) -> Region:
-        """Returns where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
-        entry, start = self._stored_at[name]
-        own = self.boxes[name]
-        slices = (own if box is None else box).within(own).slices
-        slices = self.layout.by_name[name].as_stored(slices)
-        last = slices[-1]
-        return Region(entry.key, (*slices[:-1], slice(last.start + start, last.stop + start)))
+        """Returns where a parameter, or `box` of it, is stored: Places.region."""
+        return self._places.region(name, box)
+
+    @cached_property
+    def _places(self) -> Places:
+        return self.places_on(self.rank)
+
+    def places_on(self, rank: int) -> Places:
+        """Tells where another rank stores its parts."""
+        return Places(self.layout, rank)
 
     def part(self, name: str, box: Box | None = None) -> Any:
         """Returns `box` of parameter `name` on the device, as it is stored: a view, which sees later writes."""
-        region = self.region(name, box)
-        return self.parameters[region.key][region.slices]
+        return self.view(self.region(name, box))
 
-    def set_parts(self, written: Sequence[tuple[Region, Any]]) -> None:
-        """Writes tensors of the device, in the order of their elements, into regions of parameters."""
+    def view(self, region: Region) -> Any:
+        return region.of(self.parameters[region.key])
+
+    def bits(self, region: Region) -> Any:
+        """Returns a view of the device's memory as integers."""
+        return region.of(device_bits(self.parameters[region.key]))
+
+    def set_parts(self, written: Iterable[tuple[Region, Any]]) -> None:
+        """Writes tensors of the device into regions of their shapes; integers are an element's bits."""
         for region, values in written:
             # As integers, which no device rounds, and in place: graphs go on to read the memory that they know.
-            bits = device_bits(self.parameters[region.key])
-            bits[region.slices] = device_bits(values.reshape(region.shape))
-
-    @cached_property
-    def _stored_at(self) -> dict[str, tuple[FusedTensor, int]]:
-        return {
-            spec.name: (entry, start) for entry in self.fused for spec, start, _ in entry.columns()
-        }
+            region.write(device_bits(self.parameters[region.key]), device_bits(values))
 
     def specs(self) -> Iterator[ParameterSpec]:
         for entry in self.fused:
             yield from entry.specs
-
-
-def device_bits(tensor: Any) -> Any:
-    """Returns the same memory of the device as integers, int32 or int16."""
-    return tensor.view(ms.int32 if tensor.dtype == ms.float32 else ms.int16)
 
 
 def round_into(target: Weights, source: Weights) -> None:
@@ -276,6 +318,8 @@ class HostTensors:
     def __init__(self, layout: Layout, rank: int, pool: Pool) -> None:
         self.layout, self.pool = layout, pool
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
+        # By name: as stored, and [out, in].
+        self.tensors: dict[str, np.ndarray] = {}
         self.hf_views: dict[str, np.ndarray] = {}
         if not self.boxes:
             return
@@ -287,12 +331,16 @@ class HostTensors:
         for name, box in self.boxes.items():
             spec = self.layout.by_name[name]
             view = memory.view(offset, spec.as_stored(box.shape))
+            self.tensors[name] = view
             self.hf_views[name] = view.swapaxes(-1, -2) if spec.transposed else view
             offset += aligned_size(box, self.pool.itemsize)
 
     @property
     def arrays(self) -> HostTensors:
         return self
+
+    def places_on(self, rank: int) -> Places:
+        return Places(self.layout, rank, apart=True)
 
     @property
     def names(self) -> list[str]:

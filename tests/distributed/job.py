@@ -305,7 +305,8 @@ class Mover:
             for run in host.flat_buffers:
                 run[...] = np.nan
         plan = plan_reshard(given.layout, taken.layout, given.pool.itemsize)
-        traffic = Resharder(plan, given, taken, self.backend, BUCKET_BYTES).run()
+        self.backend.bucket_bytes = BUCKET_BYTES
+        traffic = Resharder(plan, given, taken, self.backend).run()
         found, wanted = host_sums(taken), self._wanted_of(target, dtype)
         wrong = [name for name, total in wanted.items() if found.get(name) != total]
         return {

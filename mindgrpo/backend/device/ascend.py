@@ -92,16 +92,18 @@ class AscendBackend(DeviceBackend):
         return _ScatterSum(group)
 
     def _transfer(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
-    ) -> dict[int, Any]:
-        arrived = {peer: self.zeros(shape, dtype) for peer, shape in receives.items()}
+        self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]
+    ) -> None:
         operation = ops.communication.P2POp
-        transfers = [operation("isend", tensor, peer) for peer, tensor in sends.items()]
-        transfers += [operation("irecv", tensor, peer) for peer, tensor in arrived.items()]
+        transfers = [
+            operation(kind, tensor, peer)
+            for kind, by_peer in (("isend", sends), ("irecv", receives))
+            for peer, tensors in by_peer.items()
+            for tensor in tensors
+        ]
         if transfers:
             for handle in ops.communication.batch_isend_irecv(transfers):
                 handle.wait()
-        return arrived
 
     @contextmanager
     def device_profile(self, folder: Path, settings: ProfileSettings) -> Iterator[None]:

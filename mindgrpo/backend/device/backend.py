@@ -75,18 +75,15 @@ class DeviceGroup(Group):
 
 
 class DeviceLink(Link):
-    def __init__(
-        self,
-        peer: int,
-        exchange: Callable[[Mapping[int, Any], Mapping[int, Sequence[int]], Dtype], dict[int, Any]],
-        dtype: Dtype,
-    ) -> None:
-        self._peer, self._exchange, self._dtype = peer, exchange, dtype
+    def __init__(self, peer: int, backend: DeviceBackend) -> None:
+        self._peer, self._backend = peer, backend
 
     def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
-        sends = {} if outgoing is None else {self._peer: outgoing}
-        wanted = {} if receives is None else {self._peer: receives}
-        return self._exchange(sends, wanted, self._dtype).get(self._peer)
+        backend = self._backend
+        sends = {} if outgoing is None else {self._peer: [outgoing]}
+        arrived = None if receives is None else backend.zeros(receives, backend.compute_dtype)
+        backend.exchange(sends, {} if arrived is None else {self._peer: [arrived]})
+        return arrived
 
 
 @contextmanager
@@ -181,8 +178,8 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def _transfer(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
-    ) -> dict[int, Any]:
+        self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]
+    ) -> None:
         """Implements contract.Backend.exchange."""
 
     def _make_group(self, ranks: tuple[int, ...]) -> Group:
@@ -198,13 +195,13 @@ class DeviceBackend(Backend):
         return self._names[ranks]
 
     def link(self, peer: int, shape: Sequence[int]) -> DeviceLink:
-        return DeviceLink(peer, self.exchange, self.compute_dtype)
+        return DeviceLink(peer, self)
 
     def exchange(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
-    ) -> dict[int, Any]:
+        self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]
+    ) -> None:
         with waiting(self.health):
-            return self._transfer(sends, receives, dtype)
+            self._transfer(sends, receives)
 
     def devices_of(self, ranks: Sequence[int]) -> Mapping[str, str]:
         variable = self.devices_variable

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.backend import DeviceBackend
-from mindgrpo.backend.dtypes import Dtype, mindspore_dtype, numpy_dtype
+from mindgrpo.backend.dtypes import Dtype, device_bits, numpy_dtype
 from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum, SumInFloat32
 from mindgrpo.backend.kernels.contract import Kernels
 
@@ -74,9 +74,8 @@ class HostCpuBackend(DeviceBackend):
         return ScatterBySum(self.sum_cell(group), index)
 
     def _transfer(
-        self, sends: Mapping[int, Any], receives: Mapping[int, Sequence[int]], dtype: Dtype
-    ) -> dict[int, Any]:
-        arrived: dict[int, Any] = {}
+        self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]
+    ) -> None:
         transfers = [(self.rank, peer) for peer in sends]
         transfers += [(peer, self.rank) for peer in receives]
         # One order on all ranks: each transfer waits for both of its ends.
@@ -84,24 +83,20 @@ class HostCpuBackend(DeviceBackend):
             group = self._name_of((min(source, target), max(source, target)))
             # As integers: a sum with zero keeps every bit, of -0.0 and of NaN as well.
             if source == self.rank:
-                outgoing = _bits(sends[target])
+                outgoing = mint.cat([_bits(tensor) for tensor in sends[target]])
                 ops.communication.all_reduce(outgoing, group=group)
-                outgoing.reshape(-1)[:1].asnumpy()
-            else:
-                incoming = mint.zeros(tuple(receives[source]), dtype=ms.int32)
-                ops.communication.all_reduce(incoming, group=group)
-                incoming.reshape(-1)[:1].asnumpy()
-                arrived[source] = _values(incoming, dtype)
-        return arrived
+                outgoing[:1].asnumpy()
+                continue
+            wanted = receives[source]
+            sizes = [tensor.size for tensor in wanted]
+            incoming = mint.zeros((sum(sizes),), dtype=ms.int32)
+            ops.communication.all_reduce(incoming, group=group)
+            for tensor, values in zip(wanted, mint.split(incoming, sizes), strict=True):
+                own = device_bits(tensor)
+                own[:] = values.reshape(own.shape).astype(own.dtype)
+            wanted[0].reshape(-1)[:1].asnumpy()
 
 
 def _bits(tensor: Any) -> Any:
-    """Returns int32: MCCL sums no integers of two bytes."""
-    if tensor.dtype == ms.float32:
-        return tensor.view(ms.int32)
-    return tensor.view(ms.int16).astype(ms.int32)
-
-
-def _values(bits: Any, dtype: Dtype) -> Any:
-    narrow = bits if dtype == "float32" else bits.astype(ms.int16)
-    return narrow.view(mindspore_dtype(dtype))
+    """Returns int32 [size]: MCCL sums no integers of two bytes."""
+    return device_bits(tensor).reshape(-1).astype(ms.int32)
