@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
@@ -140,12 +141,14 @@ def most_memory_of(call: Callable[[], object]) -> int:
     return 1024 * int(lines["VmHWM"].split()[0]) - before
 
 
-def export_measured(directory: Path, shard: int) -> tuple[float, int, int]:
+def export_measured(directory: Path, shard: int, dtype: Dtype) -> tuple[float, int, int]:
     """Export a model of shape `WIDE`; return what the plan says that it takes, what it took, and the model's bytes."""
     for module in (model_export, plan_memory):
         module.MAX_SHARD_BYTES = shard
     (directory / "config.json").write_text(json.dumps(WIDE))
-    config = load_config(EXAMPLE, ["--context.compute_dtype", "bfloat16"]).config
+    asked = "auto" if dtype == "bfloat16" else dtype
+    words = ["--context.compute_dtype", "bfloat16", "--actor_config.save_dtype", asked]
+    config = load_config(EXAMPLE, words).config
     plan = plan_run(config, decoder_config(WIDE, "here"), None)
     written = [line for line in HostPlan(plan).lines() if "when it is written" in line]
     number, unit = written[0].split()[:2]
@@ -155,25 +158,35 @@ def export_measured(directory: Path, shard: int) -> tuple[float, int, int]:
     # Loads what an export loads, which is not counted.
     first = loaded_weights(golden, backend)
     export_policy(first, backend, str(golden.directory), directory / "first", Residency())
-    policy = Weights(plan.train.whole_on(ALONE), 0, backend, "master_weights", shared=True)
+    layout = plan.train.whole_on(ALONE)
+    policy = Weights(layout, 0, backend, "policy", shared=True, dtype=dtype)
     fill_random(policy, seed=1)
     measured = most_memory_of(
-        lambda: export_policy(policy, backend, str(directory), directory / "hf", Residency())
+        lambda: export_policy(
+            policy, backend, str(directory), directory / "hf", Residency(), dtype=dtype
+        )
     )
-    assert_same_bits(tensors(directory / "hf"), dict(policy.arrays.hf_views))
+    exact = {name: v.astype(np.float32) for name, v in policy.arrays.hf_views.items()}
+    assert_same_bits(tensors(directory / "hf"), exact)
+    assert dtypes(directory / "hf") == {"BF16" if dtype == "bfloat16" else "F32"}
     backend.close()
     return planned, measured, policy.num_bytes
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shard", [model_export.MAX_SHARD_BYTES, 16 * MIB])
-def test_an_export_takes_the_memory_that_the_plan_says(tmp_path: Path, shard: int) -> None:
-    """Of a run in bfloat16, whose optimizer's weights are float32 and are what is written.
+def test_an_export_takes_the_memory_that_the_plan_says(
+    tmp_path: Path, shard: int, dtype: Dtype
+) -> None:
+    """Of a run in bfloat16, whose optimizer's weights are float32 and are what is written if that is asked.
 
     In a process of its own: memory that other tests have freed would serve, and not be counted.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        planned, measured, whole = process.submit(export_measured, tmp_path, shard).result(100)
-    assert whole > 150 * MIB
+        planned, measured, whole = process.submit(export_measured, tmp_path, shard, dtype).result(
+            100
+        )
+    assert whole > (75 if dtype == "bfloat16" else 150) * MIB
     assert 0.9 * planned < measured < 1.1 * planned
     if shard < whole:
         assert measured < whole / 2, "no rank has the whole model in memory"

@@ -156,6 +156,9 @@ class ActorConfig(Section):
     """Hugging Face directory of the model to train"""
     save: OptionalText = None
     """folder for the final model; a new subfolder if it is not empty; null: OUTPUT/hf"""
+    save_dtype: Literal["auto", "float32"] = "auto"
+    """dtype of the final model's files. auto: context.compute_dtype, in which the trained model was used; float32: the
+    optimizer's master weights, in files of twice the size"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()

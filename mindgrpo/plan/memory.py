@@ -312,16 +312,18 @@ class HostPlan:
     def export_bytes(self) -> int:
         """Returns what a rank that writes files holds: a group of tensors as they are kept, and a block of one."""
         plan, lora = self._plan, self._plan.lora
-        dtype: Dtype = "float32" if lora is None else compute_dtype(plan.config)
-        shards = plan_shards(in_model_order(plan.train), MAX_SHARD_BYTES)
+        dtype: Dtype = plan.export_dtype if lora is None else compute_dtype(plan.config)
+        shards = plan_shards(in_model_order(plan.train), MAX_SHARD_BYTES, plan.export_dtype)
         ranks = min(len(shards), plan.world_size)
         layout = spread(plan.train, shards, ranks, plan.world_size, dtype)
         copied = [
             FLOAT_BYTES * math.prod(spec.shape)
             for spec in plan.train.specs
-            if dtype != "float32" or spec.transposed
+            if dtype != plan.export_dtype or spec.transposed
         ]
-        export = _largest_group(layout) * ITEM_BYTES[dtype] + min(BLOCK_BYTES, max(copied))
+        # Blocks are sized in float32.
+        block = min(BLOCK_BYTES, max(copied)) * ITEM_BYTES[plan.export_dtype] // FLOAT_BYTES
+        export = _largest_group(layout) * ITEM_BYTES[dtype] + block
         if lora is not None:
             # All adapters, where one rank writes.
             sizes = (math.prod(spec.shape) for spec in adapter_specs(plan.train.specs, lora))

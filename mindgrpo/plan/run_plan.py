@@ -72,6 +72,12 @@ class RunPlan:
         return plan_reshard(self.train, target, self._itemsize)
 
     @property
+    def export_dtype(self) -> Dtype:
+        """Returns the dtype of the model's files."""
+        asked = self.config.actor_config.save_dtype
+        return compute_dtype(self.config) if asked == "auto" else asked
+
+    @property
     def _itemsize(self) -> int:
         """Returns the bytes of an element of the compute dtype."""
         return ITEM_BYTES[compute_dtype(self.config)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.checkpoint.folders import Start, steps_in
 from mindgrpo.checkpoint.save import SPARE_BYTES
 from mindgrpo.errors import UserError
@@ -67,7 +68,7 @@ def _refuse(finding: Finding) -> None:
 
 
 def model_bytes(plan: RunPlan) -> int:
-    return num_parameters(plan.model) * FLOAT_BYTES
+    return num_parameters(plan.model) * ITEM_BYTES[plan.export_dtype]
 
 
 def has_room_for_model(plan: RunPlan, directory: Path) -> bool:

@@ -1,8 +1,8 @@
 """Writes the policy's weights, with the tokenizer, as a Hugging Face directory that other libraries load.
 
 The files are shared out to ranks that see the directory. Each gathers the parameters of its own through memory, a
-group at a time, and writes them in float32 as they arrive. A directory that already holds weights is refused. What
-cannot be written there is a CannotWrite on all ranks.
+group at a time, and writes them as they arrive. A directory that already holds weights is refused. What cannot be
+written there is a CannotWrite on all ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from mindgrpo.backend.contract import Backend, Pool
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import ranks_that_see
 from mindgrpo.data.tokenizer import Tokenizer, write_tokenizer
@@ -63,10 +64,11 @@ class ModelExport:
         roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
         source, memory = config.actor_config.load, roles.residency
         weights = policy.weights
-        if policy.has_masters:
+        dtype = roles.plan.export_dtype
+        if policy.has_masters and dtype == "float32":
             roles.enter("update")
             weights = policy.masters
-        export_policy(weights, roles.backend, source, target, memory, policy.adapters)
+        export_policy(weights, roles.backend, source, target, memory, policy.adapters, dtype)
         own_template = config.rl_config.chat_template is not None
 
         def write_own() -> None:
@@ -93,18 +95,19 @@ def export_policy(
     target: Path,
     memory: Residency,
     adapters: Adapters | None = None,
+    dtype: Dtype = "float32",
 ) -> None:
     """Writes the complete model, adapters added in; all ranks together, with the policy's weights on the device.
 
     A rank has one group of tensors in memory at a time (HostPlan counts it). Names and contents of the files depend on
-    the model alone. `source` is the directory that the run started from.
+    the model and `dtype` alone. `source` is the directory that the run started from.
     """
     shapes = in_model_order(weights.layout)
-    shards = plan_shards(shapes, MAX_SHARD_BYTES)
+    shards = plan_shards(shapes, MAX_SHARD_BYTES, dtype)
 
     def prepare() -> None:
         with writing(target):
-            SafetensorsWriter(target, shapes, MAX_SHARD_BYTES)
+            SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, dtype)
 
     on_first_rank(backend, prepare)
     ranks = min(len(shards), backend.world_size)
@@ -113,12 +116,12 @@ def export_policy(
         ranks = ranks if all(seen) else 1
     layout = spread(weights.layout, shards, ranks, backend.world_size, weights.dtype)
     pool = backend.host_pool(bucket_size(layout, backend.rank, weights.dtype), dtype=weights.dtype)
-    files = _Files(pool, SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, joins=True))
+    files = _Files(pool, SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, dtype, joins=True))
 
     def finish() -> None:
         with writing(target):
             files.writer.close()
-            write_companions(Path(source), target, "float32")
+            write_companions(Path(source), target, dtype)
 
     try:
         stream = TensorStream(weights, adapters, layout, backend, files)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from mindgrpo.backend.dtypes import Dtype, numpy_dtype
+from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
 from mindgrpo.errors import UserError, writing
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import is_inside, read_object
@@ -399,6 +399,13 @@ class SafetensorsWriter:
 
 def _as_stored(array: NDArray[Any], dtype: Dtype, name: str) -> NDArray[Any]:
     """Returns contiguous little-endian values of `dtype`, rounded to nearest, ties to even; narrow ones as uint16."""
+    if dtype != "float32" and array.dtype == numpy_dtype(dtype):
+        bits = bits_of(array)
+        if bits.flags.c_contiguous:
+            return bits
+        fresh = np.empty(bits.shape, "<u2")
+        copy(fresh, bits)
+        return fresh
     exact = array if array.dtype == "<f4" and array.flags.c_contiguous else by_rows(array)
     if dtype == "float32":
         return exact
