@@ -118,11 +118,8 @@ class Region:
         return tensor if self.shape == self.within else tensor[self.slices]
 
     def write(self, tensor: Any, values: Any) -> None:
-        if self.shape == self.within:
-            tensor.copy_(values)
-        else:
-            # Not by copy_ of a view, or of [...]: on processors MindSpore 2.9 writes those to a copy.
-            tensor[self.slices] = values
+        # The one way that MindSpore 2.9 knows on all devices: copy_ of a view, and [...], write to a copy or fail.
+        tensor[self.slices] = values
 
     @property
     def is_contiguous(self) -> bool:

@@ -83,20 +83,25 @@ class HostCpuBackend(DeviceBackend):
             group = self._name_of((min(source, target), max(source, target)))
             # As integers: a sum with zero keeps every bit, of -0.0 and of NaN as well.
             if source == self.rank:
-                outgoing = mint.cat([_bits(tensor) for tensor in sends[target]])
+                outgoing = joined_bits(sends[target])
                 ops.communication.all_reduce(outgoing, group=group)
                 outgoing[:1].asnumpy()
                 continue
             wanted = receives[source]
-            sizes = [tensor.size for tensor in wanted]
-            incoming = mint.zeros((sum(sizes),), dtype=ms.int32)
+            incoming = mint.zeros((sum(tensor.size for tensor in wanted),), dtype=ms.int32)
             ops.communication.all_reduce(incoming, group=group)
-            for tensor, values in zip(wanted, mint.split(incoming, sizes), strict=True):
-                own = device_bits(tensor)
-                own[:] = values.reshape(own.shape).astype(own.dtype)
+            fill(wanted, incoming)
             wanted[0].reshape(-1)[:1].asnumpy()
 
 
-def _bits(tensor: Any) -> Any:
-    """Returns int32 [size]: MCCL sums no integers of two bytes."""
-    return device_bits(tensor).reshape(-1).astype(ms.int32)
+def joined_bits(tensors: Sequence[Any]) -> Any:
+    """Returns all elements as int32 [size]: MCCL sums no integers of two bytes."""
+    return mint.cat([device_bits(tensor).reshape(-1).astype(ms.int32) for tensor in tensors])
+
+
+def fill(tensors: Sequence[Any], bits: Any) -> None:
+    """Writes what `joined_bits` made of tensors of these shapes."""
+    parts = mint.split(bits, [tensor.size for tensor in tensors])
+    for tensor, values in zip(tensors, parts, strict=True):
+        own = device_bits(tensor)
+        own[:] = values.reshape(own.shape).astype(own.dtype)
