@@ -33,7 +33,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
 from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell
 from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
-from mindgrpo.weights.checksum import mixed
+from mindgrpo.weights.checksum import sums_of_columns
 from mindgrpo.weights.local_weights import Weights
 
 TOKENS, PICKS, SLOTS, LENGTH, DIM = 256, 64, 4, 320, 16
@@ -224,13 +224,13 @@ def optimizer(device: Backend, layers: int) -> Any:
     return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01), rounded)(*numbers)
 
 
-class _Mixed(nn.Cell):
-    def construct(self, bits: Any) -> Any:
-        return mixed(bits).sum()
+class _ColumnSums(nn.Cell):
+    def construct(self, bits: Any, factors: Any) -> Any:
+        return sums_of_columns(bits, factors)
 
 
 def checksum(device: Backend, layers: int) -> Any:
-    return _Mixed()(zeros(TOKENS, DIM))
+    return _ColumnSums()(zeros(TOKENS, DIM), zeros(TOKENS, 1))
 
 
 GRAPHS = (

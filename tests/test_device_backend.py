@@ -279,6 +279,8 @@ def test_sums_of_weights_are_those_that_the_host_computes(
     assert shifts == []
     monkeypatch.setattr(checksum, "DEVICE_ELEMENTS", 700)
     assert device_sums(weights) == expected
+    outside = LAYOUT.mesh.size
+    assert device_sums(Weights(LAYOUT, outside, device, dtype=dtype)) == {}
 
 
 def test_adapters_are_merged_and_references_mixed_as_on_the_host(

@@ -413,9 +413,8 @@ class Roofline:
         plan, counts, moves = self.plan, self.counts, self.plan.reshard
         source, target, sizes = moves.traffic()
         written = max(moves.kept_bytes(r) + moves.received_bytes(r) for r in range(moves.num_ranks))
-        checked = (share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST)) / (
-            plan.config.rl_config.checksum_interval or math.inf
-        )
+        checks = 1 / (plan.config.rl_config.checksum_interval or math.inf)
+        checked = checks * (share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST))
         here = self.rates.speeds.devices_per_host
         is_far = source // here != target // here
         pairs = source.astype(np.int64) * moves.num_ranks + target
@@ -424,7 +423,7 @@ class Roofline:
         work = Work(
             memory=written * counts.sync_bytes + checked * counts.checked_bytes,
             slow=checked * counts.slow_checks,
-            calls=counts.sync_calls * len(plan.infer.specs),
+            calls=(counts.sync_calls + checks * counts.checked_calls) * len(plan.infer.specs),
             sent=float(near),
             sent_far=float(far),
         )

@@ -50,7 +50,8 @@ class GraphCounts:
     `slow_a_logit`: elements of slow operations per logit that a token is drawn from. `decode_waits`: waits of the
     host a call of the decoding graph.
     Of the optimizer: bytes of memory a parameter, and calls outside of graphs. Of a weight sync: calls a tensor, bytes
-    of memory per byte written; bytes of memory and elements of slow operations per element checked.
+    of memory per byte written (scripts/bench/sync_calls.py counts both). Of checksums: calls a tensor, of the policy's
+    and of the generator's together, and bytes of memory and elements of slow operations per element.
     """
 
     decode: Launches
@@ -75,6 +76,7 @@ class GraphCounts:
     optimizer_calls: float
     sync_calls: float
     sync_bytes: float
+    checked_calls: float
     checked_bytes: float
     slow_checks: float
 
@@ -101,9 +103,10 @@ FUSED = GraphCounts(
     decode_waits=1.0,
     optimizer_bytes=66.0,
     optimizer_calls=500.0,
-    sync_calls=10.4,
-    sync_bytes=6.0,
-    checked_bytes=20.0,
+    sync_calls=1.6,
+    sync_bytes=2.0,
+    checked_calls=7.0,
+    checked_bytes=26.0,
     slow_checks=0.0,
 )
 # Kernels of processors: one C call decodes, attention sees what its spans say, and ranks read one another's memory.
@@ -130,6 +133,7 @@ NATIVE = GraphCounts(
     optimizer_calls=0.0,
     sync_calls=2.0,
     sync_bytes=2.0,
+    checked_calls=0.0,
     checked_bytes=4.0,
     slow_checks=0.0,
 )

@@ -79,11 +79,13 @@ def device_sums(weights: Weights) -> dict[str, int]:
         at_once = max(1, DEVICE_ELEMENTS // entry.shape[-1])
         for start in range(0, len(rows), at_once):
             block = slice(start, start + at_once)
-            factors = Tensor(rows[block].view(np.int32)).reshape(-1, 1)
-            # Products wrap, and so a sum of any width has the sum's lower 32 bits.
-            columns.append((mixed(bits[block]) * factors).sum(0).astype(ms.int32))
+            factors = Tensor(rows[block].view(np.int32)[:, None])
+            own = bits if len(factors) == len(rows) else bits[block]
+            columns.append(sums_of_columns(own, factors))
             where.append((entry.shape[-1], specs))
-    return _sums_of_columns(weights, ops.concat(columns).asnumpy().view(np.uint32), where)
+    if not columns:
+        return {}
+    return _sums_of_parameters(weights, ops.concat(columns).asnumpy().astype(np.uint32), where)
 
 
 def sum_bytes(largest: int) -> int:
@@ -99,7 +101,7 @@ def _row_factors(spec: ParameterSpec, box: Box, shape: Sequence[int]) -> np.ndar
     return room.ravel()
 
 
-def _sums_of_columns(
+def _sums_of_parameters(
     weights: Weights, columns: np.ndarray, where: Sequence[tuple[int, Sequence[ParameterSpec]]]
 ) -> dict[str, int]:
     """Returns the parameters' sums. `where` has the width of each run of `columns` and the parameters in it."""
@@ -114,7 +116,13 @@ def _sums_of_columns(
     return {name: total % MODULUS for name, total in sums.items()}
 
 
-def mixed(bits: Any) -> Any:
+def sums_of_columns(bits: Any, factors: Any) -> Any:
+    """Returns integers [n] for bits [m, n] and factors [m, 1] of their rows."""
+    # Products wrap, and so a sum of any width has the sum's lower 32 bits.
+    return (_mixed(bits) * factors).sum(0)
+
+
+def _mixed(bits: Any) -> Any:
     """Returns bits of elements as int32, the upper half of four bytes in the lower one, too."""
     if bits.dtype == ms.int16:
         # Nothing is above: a shift would add zeros.

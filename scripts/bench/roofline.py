@@ -55,6 +55,7 @@ EARLIER = replace(
     optimizer_calls=500.0,
     sync_calls=10.4,
     sync_bytes=40.0,
+    checked_calls=0.0,
     checked_bytes=20.0,
     slow_checks=1.0,
 )

@@ -101,7 +101,7 @@ def joined_bits(tensors: Sequence[Any]) -> Any:
 
 def fill(tensors: Sequence[Any], bits: Any) -> None:
     """Writes what `joined_bits` made of tensors of these shapes."""
-    parts = mint.split(bits, [tensor.size for tensor in tensors])
-    for tensor, values in zip(tensors, parts, strict=True):
+    by_tensor = mint.split(bits, [tensor.size for tensor in tensors])
+    for tensor, values in zip(tensors, by_tensor, strict=True):
         own = device_bits(tensor)
         own[:] = values.reshape(own.shape).astype(own.dtype)
