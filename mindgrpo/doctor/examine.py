@@ -56,12 +56,10 @@ RUNGS = {
 }
 # Seconds after which a job is ended.
 DEADLINES = {STEP: 1200.0} | dict.fromkeys(IN_TURNS, 3600.0)
-NO_EXAMPLE = skipped(
-    "first step", f"the example is in the repository alone, for {[*first_step.LAYOUTS]} ranks"
-)
+WITHOUT = f"the example is in the repository alone, for {[*first_step.LAYOUTS]} ranks"
 # Beside the report: what a configuration can take, and all that is to be sent back.
 SETTINGS, ARCHIVE = ".yaml", ".tar.gz"
-# Files of jobs that go into the archive.
+# Of jobs, into the archive.
 KEPT, KEPT_BYTES = (".log", ".jsonl", ".txt"), 64 << 20
 # A file that has this key is a report, which the next one may replace.
 MARK = "mindgrpo_doctor"
@@ -108,16 +106,12 @@ class Examination:
             return [skipped(name, "the rungs before it had them")]
         has_step = first_step.EXAMPLE.is_file() and num_ranks in first_step.LAYOUTS
         sections = [own for own in rung.sections if own != STEP or has_step]
-        missing = [NO_EXAMPLE] if len(sections) < len(rung.sections) else []
+        missing = [skipped("first step", WITHOUT)] if len(sections) < len(rung.sections) else []
         if not sections:
             return missing
         folder = self.folder / name
         folder.mkdir(parents=True)
-        keys = (
-            first_step.words(name, num_ranks, self.target.device, folder / "run")
-            if has_step
-            else []
-        )
+        keys = first_step.words(name, num_ranks, self.target.device, folder / "run")
         words = [str(PROGRAM), ",".join(sections), str(folder), self.target.device]
         deadline, first, goes_on = DEADLINES[rung.sections[-1]], 0, True
         while goes_on:
@@ -130,10 +124,8 @@ class Examination:
             is_stuck = end.status is None and first == before + 1
             goes_on = name in IN_TURNS and bool(end.ending) and first > before and not is_stuck
             if goes_on and "line" not in records[-1]:
-                seen, last = f"its process did not end: {end.ending}", begun[-1]
-                Records(folder, 0).ends(
-                    fails(last["starts"], seen, ENDED_REMEDY, **last["figures"])
-                )
+                seen, own = f"its process did not end: {end.ending}", begun[-1]
+                Records(folder, 0).ends(fails(own["starts"], seen, ENDED_REMEDY, **own["figures"]))
         lines = merged(read_records(folder, num_ranks), end.ending)
         if STEP not in sections or any(line.status == "fails" for line in lines):
             return lines + missing

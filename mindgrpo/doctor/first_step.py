@@ -47,8 +47,8 @@ ALLOWED = {
 
 
 def words(rung: str, num_ranks: int, device: str, output: Path) -> list[str]:
-    """Returns the example's keys for one step on `num_ranks` ranks of `device`, which are as many as LAYOUTS has."""
-    train, infer = TWO_STAGES if rung == "pp2" else LAYOUTS[num_ranks]
+    """Returns the example's keys for one step on `num_ranks` ranks of `device`, as many as LAYOUTS has."""
+    train, infer = TWO_STAGES if rung == "pp2" else LAYOUTS.get(num_ranks, LAYOUTS[1])
     layouts = {"actor_config": train, "ref_config": train, "generate_config": (*infer, 1)}
     keys: list[str] = []
     for section, degrees in layouts.items():

@@ -313,7 +313,8 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
     own = Vocabulary(100, sizes.vocabulary, sizes.vocabulary - 3, 0.8)
     table = _floats(sizes.vocabulary, hidden) / np.float32(hidden**0.5)
     ids = rng.integers(90, sizes.vocabulary + 120, tokens).astype(np.int32)
-    labels, picked = ids[: sizes.picks], x[: sizes.picks]
+    labels, n = ids[: sizes.picks], sizes.picks // 4
+    linear = [x[: sizes.picks], table, labels]
     logits = _floats(sizes.picks, sizes.vocabulary)
     picks = rng.permutation(tokens).astype(np.int32)[: sizes.picks]
     picks[::5] = -1
@@ -322,7 +323,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
     numbers += [_floats(sizes.picks, seed=i) for i in range(3)]
     # No two alike.
     levels = rng.permuted(np.tile(np.arange(sizes.vocabulary), (sizes.slots, 1)), axis=1)
-    chunk = sizes.picks // 4
+    to_linear = linear + numbers
     # By method: what makes it, inputs, how many of them are wide, and whether it has a gradient.
     method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
         "matmul": (lambda k: _Product(k.matmul()), [x, matrix], 2, True),
@@ -337,13 +338,8 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         "largest": (lambda k: k.largest(20), [levels.astype(np.float32)], 0, False),
         "log_prob_stats": (lambda k: k.log_prob_stats(own), [logits, labels], 1, False),
         "log_prob_grad": (lambda k: k.log_prob_grad(own), [logits, labels, *numbers], 1, False),
-    }
-    linear: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray]]] = {
-        "linear_log_prob_stats": (lambda k: k.linear_log_prob_stats(own, chunk), [labels]),
-        "linear_log_prob_grad": (lambda k: k.linear_log_prob_grad(own, chunk), [labels, *numbers]),
-    }
-    method |= {
-        name: (make, [picked, table, *more], 2, False) for name, (make, more) in linear.items()
+        "linear_log_prob_stats": (lambda k: k.linear_log_prob_stats(own, n), linear, 2, False),
+        "linear_log_prob_grad": (lambda k: k.linear_log_prob_grad(own, n), to_linear, 2, False),
     }
     return [
         *_primitives(sizes),

@@ -28,10 +28,7 @@ from mindgrpo.doctor.probes.kernel_cases import REAL, SMALL, Case, cases
 
 # Of the largest value. float32 differs by the order of sums; the others by the rounding of what comes between.
 TOLERANCE: dict[Dtype, float] = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
-REMEDY = (
-    "check that CANN's kernels package is of the toolkit's version and of this chip (Ascend-cann-kernels); send the "
-    "archive"
-)
+REMEDY = "check that CANN's kernels (Ascend-cann-kernels) are of the toolkit and the chip; send the archive"
 FUSED_REMEDY = "a run can do without it (context.plain_kernels, as the .yaml has it); " + REMEDY
 EXACT_REMEDY = "do not train on this device: tokens are drawn or weights compared by this operation; send the archive"
 LEAST, STEP, CALLS = 1e-3, 1e-4, 5
@@ -181,17 +178,15 @@ def name_of(case: Case, fused: Fused) -> str:
 def kernels_of(rung: str, device: str) -> list[Fused]:
     """Lists what is compared on a rung; processors lack bfloat16 and have kernels in C."""
     narrow: Dtype = "bfloat16" if device == "Ascend" else "float16"
-    if rung == "float32":
-        return [Fused("plain", Kernels, "float32")]
-    if device == "Ascend" and rung == "fused":
+    plain = Fused("plain", Kernels, "float32" if rung == "float32" else narrow)
+    if rung == "float32" or (device != "Ascend" and rung != "fused"):
+        return [plain]
+    if device != "Ascend":
+        return [Fused("C", NativeKernels, "float32")]
+    if rung == "fused":
         half = Fused("fused", lambda: AscendKernels(attention_dtype="float16"), "float16")
         return [Fused("fused", AscendKernels, "float32"), half]
-    if device == "Ascend":
-        own = Fused("fused", lambda: AscendKernels(attention_dtype="bfloat16"), narrow)
-        return [Fused("plain", Kernels, narrow), own]
-    return [
-        Fused("C", NativeKernels, "float32") if rung == "fused" else Fused("plain", Kernels, narrow)
-    ]
+    return [plain, Fused("fused", lambda: AscendKernels(attention_dtype="bfloat16"), narrow)]
 
 
 def kernel_lines(rung: str, target: Target, first: int, starts: Starts) -> Iterator[CheckLine]:
