@@ -60,6 +60,12 @@ def test_a_layer_that_is_computed_again_keeps_its_input(kind: Kind) -> None:
     assert five - two == 3 * TOKENS * HIDDEN * graphs(kind).itemsize
 
 
+def test_the_last_layer_before_the_head_is_kept_where_all_are_computed_again() -> None:
+    for layers, kept in ((5, 4 * HIDDEN * 4 + KEPT_BY["native"]), (1, HIDDEN * 4)):
+        need = update_bytes(graphs("native"), stage(layers, BOTH, head=1 << 30))
+        assert need.kept == TOKENS * kept
+
+
 @pytest.mark.parametrize(
     ("module", "elements"), [("attention", QKV + MIXED + 2), ("mlp", 3 * INNER)]
 )

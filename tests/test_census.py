@@ -210,7 +210,8 @@ def loss_step(device: Backend, layers: int) -> Any:
     numbers[5] = zeros(PICKS)
     loss, head = PolicyLoss(LossConfig(), True), model.shard.head_key
     cell = LossStep(net, model.shard.layers, head, loss, model.trained())
-    return cell(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS, *numbers)
+    flows = [model.hidden() for _ in range(layers - 1)]
+    return cell(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS, *numbers, *flows)
 
 
 def optimizer(device: Backend, layers: int) -> Any:

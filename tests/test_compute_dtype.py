@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from small_runs import completions, make_inputs, model_bits, rows, run
 from test_update import CONFIG, LAYOUT, SETTINGS, batch
 
 from mindgrpo.algorithm.packing import PackedRollout
+from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import AloneGroup
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import NUM_PARTS, Dtype, bits_of, numpy_dtype, resolve_compute_dtype
@@ -34,6 +36,7 @@ from mindgrpo.backend.targets import SHARED_MEMORY, Target
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
+from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Recompute
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
 from mindgrpo.models.precision import loss_scale, plain_kernels
@@ -133,6 +136,25 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_optimizers_weights(
         updated(policy, 1e-6)
     moved = (kept != masters).mean()
     assert moved > 0.9 and (bits_of(first) != weights).mean() < 0.1 * moved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_recomputing_layers_on_a_device_changes_no_bit(dtype: Dtype) -> None:
+    def trained_with(recompute: Recompute) -> tuple[UpdateReport, dict[str, bytes]]:
+        backend = connect(ON_DEVICE, {}, RuntimeSettings(compute_dtype=dtype))
+        settings = replace(SETTINGS, recompute=recompute, loss_scale=1024.0)
+        policy = Policy(CONFIG, LAYOUT, backend, settings)
+        fill_random(policy.masters, seed=2, scale=0.1)
+        for pool in backend.live_pools:
+            pool.load()
+        policy.masters_changed()
+        report = updated(policy, 1e-2)
+        with policy.masters.on_host() as host:
+            return report, {name: part.tobytes() for name, part in host.hf_views.items()}
+
+    (kept, expected), (again, found) = map(trained_with, (KEEP_ALL, WHOLE_LAYERS))
+    assert kept.grad_norm > 0 and (again.loss, again.grad_norm) == (kept.loss, kept.grad_norm)
+    assert found == expected
 
 
 @WITH_AVX512

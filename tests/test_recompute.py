@@ -18,15 +18,22 @@ import pytest
 from mindspore import Tensor, nn
 from small_generators import WITH_AVX512
 
+from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.models.decoder import Recompute, Stage, StageForward
+from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Recompute, Stage, StageForward
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.shard import Shard
+from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.stage_graphs import LayersBackward, StageBackward, Trained
+from mindgrpo.training.stage_graphs import (
+    LayersBackward,
+    LossStep,
+    PolicyLoss,
+    StageBackward,
+    Trained,
+)
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -54,7 +61,7 @@ class Backward(nn.Cell):
 
     def construct(self, x: Any, dy: Any, positions: Any, spans: Any) -> Any:
         contexts = self.stage.contexts((positions, spans))
-        flows = self.stage.flows(x, contexts)
+        flows = self.stage.flows(x, contexts, NUM_LAYERS)
         return flows[-1], self.backward(x, flows, contexts, dy)
 
 
@@ -62,14 +69,16 @@ class Backward(nn.Cell):
 PARTS = [None, pytest.param(1, marks=WITH_AVX512)]
 
 
-def stage_of(recompute: Recompute, num_parts: int | None = None) -> tuple[Stage, Trained]:
-    config = decoder_config(RAW, "here")
-    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
+def shard_of(
+    num_stages: int = 1, stage: int = 0, num_parts: int | None = None
+) -> tuple[Shard, Trained]:
+    config = decoder_config(RAW | {"num_hidden_layers": NUM_LAYERS * num_stages}, "here")
+    layout = Layout.of(Mesh(1, 1, num_stages), parameter_specs(config))
     backend = CpuBackend({}, num_parts=num_parts)
-    weights, gradients = Weights(layout, 0, backend), Weights(layout, 0, backend, "gradient")
+    weights, gradients = (Weights(layout, stage, backend, name) for name in ("weights", "gradient"))
     fill_random(weights, seed=1)
-    shard = Shard(config, weights, backend)
-    return Stage(shard, TOKENS, recompute), Trained(weights.parameters, gradients.parameters)
+    trained = Trained(weights.parameters, gradients.parameters)
+    return Shard(config, weights, backend), trained
 
 
 TOKEN_IDS = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
@@ -95,7 +104,8 @@ def products(
 
 
 def of_a_backward_pass(recompute: Recompute, folder: Path, num_parts: int | None) -> dict[str, int]:
-    cell = Backward(*stage_of(recompute, num_parts))
+    shard, trained = shard_of(num_parts=num_parts)
+    cell = Backward(Stage(shard, TOKENS, recompute), trained)
     return products(cell, folder, TOKEN_IDS, DY, TOKEN_IDS, SPANS, num_parts=num_parts)
 
 
@@ -135,7 +145,8 @@ def test_what_was_asked_for_and_nothing_else_is_computed_again(
 def test_a_stage_that_hands_its_layers_inputs_to_its_backward_pass_computes_them_once_more(
     tmp_path: Path,
 ) -> None:
-    stage, trained = stage_of(Recompute())
+    shard, trained = shard_of(num_stages=2)
+    stage = Stage(shard, TOKENS)
     forward = StageForward(stage)
     once = products(forward, tmp_path / "forward", TOKEN_IDS, TOKEN_IDS, SPANS)
     assert once == {QKV: NUM_LAYERS, GATE_UP: NUM_LAYERS}
@@ -144,6 +155,40 @@ def test_a_stage_that_hands_its_layers_inputs_to_its_backward_pass_computes_them
     backward = StageBackward(stage, range(NUM_LAYERS), trained)
     again = products(backward, tmp_path / "backward", TOKEN_IDS, DY, TOKEN_IDS, SPANS, *flows)
     assert again == once
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_last_stage_computes_all_layers_but_its_last_once_more_with_the_same_result(
+    num_stages: int, tmp_path: Path
+) -> None:
+    shard, trained = shard_of(num_stages, num_stages - 1)
+    hidden = np.random.default_rng(0).normal(size=(TOKENS, 32)).astype(np.float32)
+    x = TOKEN_IDS if num_stages == 1 else Tensor(hidden)
+    picks, numbers = Tensor(np.arange(TOKENS, dtype=np.int32)), Tensor(np.ones(TOKENS, np.float32))
+    inputs = (TOKEN_IDS, SPANS, picks, picks, *[numbers] * 5, picks, numbers)
+
+    def step_of(stage: Stage) -> LossStep:
+        net = LogProbStage(stage, shard, 1.0, LOGITS_BYTES)
+        loss = PolicyLoss(LossConfig(), has_old=False)
+        return LossStep(net, shard.layers, shard.head_key, loss, trained)
+
+    def results(step: LossStep, *flows: Tensor) -> list[bytes]:
+        for accumulator in trained.accumulators.values():
+            accumulator.asnumpy()[...] = 0.0
+        made = [output.asnumpy() for output in step(x, *inputs, *flows)[: 2 + num_stages]]
+        made += [accumulator.asnumpy() for accumulator in trained.accumulators.values()]
+        assert all(array.any() for array in made[3:])
+        return [array.tobytes() for array in made]
+
+    again = Stage(shard, TOKENS, WHOLE_LAYERS)
+    forward = StageForward(again)
+    ahead = products(forward, tmp_path / "forward", x, TOKEN_IDS, SPANS)
+    assert ahead == {QKV: NUM_LAYERS - 1, GATE_UP: NUM_LAYERS - 1}
+    y, *flows = forward(x, TOKEN_IDS, SPANS)
+    step = step_of(again)
+    made = products(step, tmp_path / "step", x, *inputs, *flows, y)
+    assert made == {QKV: NUM_LAYERS, GATE_UP: NUM_LAYERS}
+    assert results(step, *flows, y) == results(step_of(Stage(shard, TOKENS)))
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,9 @@ class Stage(nn.Cell):
             layers.append(SummedLayer(layer))
         self.layers = nn.CellList(layers)
         self.recomputed = tuple(recompute.whole_layer(index) for index in shard.layers)
+        # A graph of its own then makes what layers get. The last stage's keeps the last layer, which is needed at once.
+        self.hands_inputs_on = not shard.is_last or (all(self.recomputed) and len(layers) > 1)
+        self.handed_on = len(layers) - 1 if shard.is_last else len(layers)
 
     def construct(self, x: Any, *inputs: Any) -> Any:
         return self.compute(x, inputs)
@@ -258,7 +261,7 @@ class Stage(nn.Cell):
 
         MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
         """
-        return self.flows(x, self.contexts(inputs))[-1]
+        return self.flows(x, self.contexts(inputs), len(self.layers))[-1]
 
     def contexts(self, inputs: Any) -> Any:
         """Makes each layer's context of StageInputs."""
@@ -271,21 +274,22 @@ class Stage(nn.Cell):
             contexts.append(tables[table])
         return contexts
 
-    def flows(self, x: Any, contexts: Any) -> Any:
-        """Returns what each layer gets, and then what the last one gives, x_NH each."""
+    def flows(self, x: Any, contexts: Any, count: int) -> Any:
+        """Returns what each of the first `count` layers gets, and then what the last of them gives, x_NH each."""
         if self.is_first:
             x = self.embed(x.reshape(-1))
         flows = [x]
-        for i in range(len(self.layers)):
+        for i in range(count):
             x = self.layers[i](x, contexts[i])
             flows.append(x)
         return flows
 
 
 class StageForward(nn.Cell):
-    """A stage that is not the last and is trained: as Stage -> (x_NH, what its layers but the first got, x_NH each).
+    """A stage that is trained: as Stage -> (x_NH, what its layers but the first got, x_NH each).
 
-    The first stage has token ids for x, and also returns what its first layer got.
+    The first stage has token ids for x, and also returns what its first layer got. The last stage leaves its last layer
+    out.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -294,7 +298,7 @@ class StageForward(nn.Cell):
         self.first_kept = 0 if stage.is_first else 1
 
     def construct(self, x: Any, *inputs: Any) -> Any:
-        flows = self.stage.flows(x, self.stage.contexts(inputs))
+        flows = self.stage.flows(x, self.stage.contexts(inputs), self.stage.handed_on)
         return (flows[-1], *flows[self.first_kept : -1])
 
 

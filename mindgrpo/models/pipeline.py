@@ -33,7 +33,8 @@ class ForwardPipeline:
 
     `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`.
     `forward` is the stage's compiled graph, `net` the stage with the head on the last stage, None on the others. With
-    `keeps_flows`, stages that are not the last also return what their layers get, for a backward pass.
+    `keeps_flows`, stages also return what their layers get, for a backward pass; the last one by a graph of its own, or
+    not at all (Stage.hands_inputs_on).
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class ForwardPipeline:
         self.net = None
         if shard.is_last:
             self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
-        own = StageForward(self.stage) if keeps_flows else self.stage
+        self.hands_inputs_on = keeps_flows and self.stage.hands_inputs_on
+        own = StageForward(self.stage) if self.hands_inputs_on else self.stage
         self.forward = backend.graph(self.net or own, f"{name} forward")
+        self.layers = backend.graph(own, f"{name} layers") if self.net else self.forward
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
@@ -77,8 +80,8 @@ class ForwardPipeline:
         return num_tokens, self.shard.config.hidden_size
 
     def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Returns the result of a stage that is not the last, and what its layers got where `keeps_flows`."""
-        made = self.forward(x, *inputs)
+        """Returns what StageForward does: what goes on, and what layers got; of a stage that keeps no flows no such."""
+        made = self.layers(x, *inputs)
         y, *flows = made if isinstance(made, tuple) else (made,)
         return y, flows
 

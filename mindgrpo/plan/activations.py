@@ -74,7 +74,8 @@ class StageLayers:
     """A stage's layers: what is recomputed of each ("attention", "mlp"), and its float32 gradients in bytes.
 
     At most `waiting` micro-batches are in flight in the stage; where it has no head, they keep what each layer gets,
-    and layers are computed again from that. `embedding` and `head` are the bytes of their gradients, None where
+    and layers are computed again from that. So are those of the stage with the head if all are recomputed, but for its
+    last one, which is computed once. `embedding` and `head` are the bytes of their gradients, None where
     another stage has them.
     """
 
@@ -83,6 +84,12 @@ class StageLayers:
     waiting: int
     embedding: int | None
     head: int | None
+
+    @property
+    def hands_inputs_on(self) -> bool:
+        """Tells whether another graph makes what layers get, as Stage.hands_inputs_on does."""
+        all_again = all(again == WHOLE_LAYER for again in self.recomputed)
+        return self.head is None or (all_again and len(self.recomputed) > 1)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
         recomputed = [WHOLE_LAYER] * len(stage.recomputed)
         # What the layers get of the others, the stage's own result and its gradient.
         waiting = (stage.waiting - 1) * len(recomputed) * flow + 2 * flow
+    elif stage.hands_inputs_on:
+        recomputed = [*recomputed[:-1], frozenset()]
     kept = [_kept(graphs, again) for again in recomputed]
     constant = _mask(graphs)
     moments = []
@@ -118,8 +127,10 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
         moments.append(UpdateBytes(sum(kept) + constant, head, table, waiting))
     for last, again in enumerate(recomputed):
         working = _recomputed(graphs, again) + _backward(graphs)
-        # Results of a graph before, what layers above got is there until this one ends.
-        own = sum(kept if stage.head is None else kept[: last + 1])
+        own = sum(kept[: last + 1])
+        if stage.hands_inputs_on:
+            # Results of a graph before, what layers above got is there until this one ends.
+            own += flow * (len(kept) - last - 1)
         moments.append(UpdateBytes(own + constant, working, stage.gradients[last], waiting))
     moments.append(UpdateBytes(constant, 2 * flow, stage.embedding or 0, waiting))
     return max(moments, key=lambda moment: moment.total)

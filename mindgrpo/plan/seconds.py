@@ -22,7 +22,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.activations import kernel_kind, reference_shape, update_shape
+from mindgrpo.plan.activations import WHOLE_LAYER, kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, share_of
 from mindgrpo.plan.work import FLOAT, FUSED, NATIVE, GraphCounts, LayerWork, Passes, Work
@@ -246,6 +246,7 @@ class Roofline:
         attention = layer.attention_size / layer.size
         shares = {"attention": attention, "mlp": 1 - attention}
         self._recomputed = sum(shares[name] for name in actor.modules) / actor.every
+        self._recomputes_all = actor.modules == WHOLE_LAYER and actor.every == 1
 
     def step(self) -> StepSeconds:
         plan, rl = self.plan, self.plan.config.rl_config
@@ -347,12 +348,16 @@ class Roofline:
         stages = []
         for stage, forward in enumerate(self._forward_stages(layout, passes)):
             num_layers = sum(map(len, layout.stage_layers[stage]))
-            work = layers.backward(passes, num_layers, self._recomputed, stage == last)
+            makes_ahead = stage == last and counts.hands_inputs_on and self._recomputes_all
+            again = 1 - 1 / num_layers if makes_ahead else self._recomputed
+            work = layers.backward(passes, num_layers, again, stage == last)
             graph = counts.last if stage == last else counts.first_back
             work += Work(kernels=graph.of(num_layers))
             if stage != last:
-                # The last stage's forward pass is part of its backward graph.
+                # The last stage's forward pass is counted with its backward graph.
                 work += forward + Work(sent=forward.sent)
+            elif makes_ahead:
+                work += Work(kernels=counts.forward.of(num_layers - 1))
             stages.append(work)
         limit = self._token_limit(3) * plan.config.rl_config.num_iterations
         one = self._pipelined("update", stages, number, layout.mesh.mp, limit)

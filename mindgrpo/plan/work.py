@@ -38,8 +38,8 @@ class Launches:
 class GraphCounts:
     """`first_back` is the backward graph of stages that are not the last, `last` the last stage's with the loss.
 
-    `hands_inputs_on`: `first_back` gets what the stage's layers got and computes each once more; else it computes the
-    stage again, and what is recomputed once more.
+    `hands_inputs_on`: `first_back` gets what the stage's layers got and computes each once more, and so does `last` if
+    layers are recomputed, all but its last one; else these compute the stage, and what is recomputed once more.
     `float32_sums`: results of layers are summed over ranks in float32, whatever the compute dtype.
     `whole_mask`: attention computes every pair of a row's tokens, or half of them (`is_causal`) where the row is one
     sample. `whole_cache`: a decoded token reads the cache to its full length; `part_caches`: to the least of the
@@ -87,7 +87,7 @@ FUSED = GraphCounts(
     forward=Launches(23, 28),
     first_back=Launches(59, 29),
     # The head's logits in chunks of some 400 rows.
-    last=Launches(96, 113),
+    last=Launches(59, 116),
     optimizer=Launches(51, 23),
     hands_inputs_on=True,
     float32_sums=False,
@@ -101,8 +101,8 @@ FUSED = GraphCounts(
     tokens_a_graph=1,
     slow_a_logit=0.0,
     decode_waits=1.0,
-    optimizer_bytes=66.0,
-    optimizer_calls=500.0,
+    optimizer_bytes=74.0,
+    optimizer_calls=100.0,
     sync_calls=1.6,
     sync_bytes=2.0,
     checked_calls=7.0,
@@ -237,7 +237,8 @@ class LayerWork:
     def backward(self, passes: Passes, layers: int, recomputed: float, has_head: bool) -> Work:
         """Counts a backward graph; `recomputed` is the share of the layers' products that it makes again.
 
-        The last stage's has the forward pass; where the others get what their layers got, they make it all again.
+        The last stage's is counted with the forward pass, whichever graph makes it; where the others get what their
+        layers got, they make it all again.
         """
         once = self.forward(passes, layers, False)
         has_forward = has_head or not self.counts.hands_inputs_on

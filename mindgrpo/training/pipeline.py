@@ -76,10 +76,13 @@ class _StageRun:
     def forward(self, i: int) -> None:
         if self._pipeline.stage_index == 0:
             self._inputs[i] = Tensor(self._batches[i].tokens)
-        # The last stage's forward pass is part of its backward graph.
-        if self._pipeline.net is None:
-            x, inputs = self._inputs[i], self._stage_inputs(i)
-            self._outputs[i], self._flows[i] = self._pipeline.forward_flows(x, inputs)
+        # Else the last stage's forward pass is part of its backward graph.
+        if self._pipeline.hands_inputs_on:
+            y, flows = self._pipeline.forward_flows(self._inputs[i], self._stage_inputs(i))
+            if self._pipeline.net is None:
+                self._outputs[i], self._flows[i] = y, flows
+            else:
+                self._flows[i] = [*flows, y]
 
     def backward(self, i: int) -> None:
         x = self._inputs.pop(i)
@@ -89,7 +92,8 @@ class _StageRun:
         else:
             head = tensors_of(HeadInputs, self._batches[i])
             numbers = tensors_of(LossInputs, self._loss_inputs[i])
-            _, logp, entropy, dx = self._backward(x, *self._stage_inputs(i), *head, *numbers)
+            inputs = (*self._stage_inputs(i), *head, *numbers, *self._flows.pop(i, ()))
+            _, logp, entropy, dx = self._backward(x, *inputs)
             self.results[i] = logp.asnumpy(), entropy.asnumpy()
         if self._pipeline.stage_index > 0:
             self._input_gradients[i] = dx

@@ -207,8 +207,9 @@ class StageBackward(nn.Cell):
 class LossStep(nn.Cell):
     """The last stage, forward and backward: (x, *StageInputs, *HeadInputs, *LossInputs) -> (loss, log p, entropy, dx).
 
-    Gradients are taken of `scale` times the loss, so that a narrow
-    dtype holds them, and accumulated without it.
+    Behind its inputs follows what layers get, where the stage hands that on: then only the last layer is computed
+    forward, and the others once more. Gradients are taken of `scale` times the loss, so that a narrow dtype holds them,
+    and accumulated without it.
     """
 
     def __init__(
@@ -218,11 +219,16 @@ class LossStep(nn.Cell):
         self.scale = trained.scale
         self.net, self.loss = net, loss
         self.of_stage, self.of_head = len(StageInputs._fields), len(HeadInputs._fields)
+        self.of_step = self.of_stage + self.of_head + len(LossInputs._fields)
+        self.is_first, self.gets_flows = net.stage.is_first, net.stage.hands_inputs_on
         head = trained.of_head(head_table)
         self.trains_head, self.add = bool(head.parameters), _Add(head)
         weights = ms.ParameterTuple(list(head.parameters.values())) if self.trains_head else None
         self.gradient = ms.value_and_grad(self.from_layers, 0, weights, has_aux=True)
-        self.backward = LayersBackward(net.stage, layers, trained, net.stage.recomputed)
+        again = net.stage.recomputed
+        if self.gets_flows:
+            again = (*again[:-1], False)
+        self.backward = LayersBackward(net.stage, layers, trained, again)
 
     def from_layers(self, x: Any, inputs: Any) -> Any:
         logp, entropy = self.net.head(x, inputs[: self.of_head])
@@ -234,8 +240,15 @@ class LossStep(nn.Cell):
     def construct(self, x: Any, *inputs: Any) -> Any:
         # As tuples: MindSpore never frees a graph, nor its weights, that passes `*inputs` on to a gradient.
         contexts = self.net.stage.contexts(inputs[: self.of_stage])
-        flows = self.net.stage.flows(x, contexts)
-        values, dy = self.gradient(flows[-1], inputs[self.of_stage :])
+        if self.gets_flows:
+            flows = inputs[self.of_step :]
+            if not self.is_first:
+                flows = (x, *flows)
+            y = self.net.stage.layers[-1](flows[-1], contexts[-1])
+        else:
+            flows = self.net.stage.flows(x, contexts, len(self.net.stage.layers))
+            y = flows[-1]
+        values, dy = self.gradient(y, inputs[self.of_stage : self.of_step])
         if self.trains_head:
             dy, gradients = dy
             dy = self.add(dy, gradients)
