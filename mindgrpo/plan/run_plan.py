@@ -23,7 +23,12 @@ from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.precision import compute_dtype, dtype_notices, num_product_parts
+from mindgrpo.models.precision import (
+    compute_dtype,
+    dtype_notices,
+    num_product_parts,
+    plain_kernels,
+)
 from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, local_shape
@@ -279,6 +284,7 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     if config.rl_config.beta > 0:
         reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
     check_positions(config, model)
+    plain_kernels(config)  # refuses those that the run's device does not have
     group = config.rl_config.num_generations
     if generate.max_num_seqs is not None and generate.max_num_seqs < group:
         raise UserError(
