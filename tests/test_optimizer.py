@@ -187,12 +187,17 @@ def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> N
     assert setting.backend.host_device_bytes - before == expected
 
 
-def test_on_a_device_nothing_travels() -> None:
-    setting = Setting("device", Kernels(), on_host=False)
+def test_on_a_device_nothing_travels_and_a_step_touches_no_tensor_outside_of_its_graphs() -> None:
+    setting = Setting("device", Kernels(), False, "float16")
     setting.reset()
     setting.fill_gradients(1.0)
     before = setting.backend.host_device_bytes
     setting.optimizer.sum_gradients()
     setting.optimizer.step(1, 1e-2, 1.0)
     setting.optimizer.clear_gradients()
+    for role in (setting.weights, setting.gradients, setting.rounded):
+        assert role is not None
+        role.parameters = {}
+    setting.optimizer.sum_gradients()
+    setting.optimizer.step(2, 1e-2, 1.0)
     assert setting.backend.host_device_bytes == before
