@@ -205,7 +205,9 @@ class _Norm(nn.Cell):
         square = self.zero
         for i in range(len(self.factors)):
             start, stop = self.columns[i]
-            values = self.parameters[i][..., start:stop]
+            values = self.parameters[i]
+            if stop - start < values.shape[-1]:
+                values = values[..., start:stop]
             square = square + (values * values).sum() * self.factors[i]
         if not self.is_alone:
             square = self.total(square)

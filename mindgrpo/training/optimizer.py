@@ -111,7 +111,8 @@ class _AdamWCell(nn.Cell):
             )
             done = ops.depend(done, updated)
             if self.has_rounded:
-                narrow = ops.depend(weight, done).astype(self.rounded[i].dtype)
+                # Not the parameter, which would be copied before it is read.
+                narrow = updated[0].astype(self.rounded[i].dtype)
                 done = ops.depend(done, ops.assign(self.rounded[i], narrow))
             zero = ops.depend(ops.zeros_like(self.grads[i]), done)
             done = ops.depend(done, ops.assign(self.grads[i], zero))
