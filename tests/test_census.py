@@ -31,7 +31,7 @@ from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
-from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell
+from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell, _RoundCell
 from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.checksum import sums_of_columns
 from mindgrpo.weights.local_weights import Weights
@@ -220,9 +220,15 @@ def optimizer(device: Backend, layers: int) -> Any:
     tensors = [
         (*(role.parameters[entry.key] for role in roles), entry.decay) for entry in roles[0].fused
     ]
-    rounded = [model.weights.parameters[entry.key] for entry in roles[0].fused]
     numbers = [Tensor(0.5, ms.float32) for _ in range(6)]
-    return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01), rounded)(*numbers)
+    return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01))(*numbers)
+
+
+def rounded_weights(device: Backend, layers: int) -> Any:
+    model = Model(device, layers)
+    roles = model.role("masters"), model.weights
+    pairs = [[role.parameters[entry.key] for entry in role.fused] for role in roles]
+    return _RoundCell(*pairs)(Tensor(0.5, ms.float32))
 
 
 class _ColumnSums(nn.Cell):
@@ -247,6 +253,7 @@ GRAPHS = (
     stage_backward,
     loss_step,
     optimizer,
+    rounded_weights,
 )
 # Registered for the AI CPU as well as for the AI Core, by CANN's own kernels, which the package does not list:
 # AddN has one of the package's own (ops/_op_impl/akg/ascend), and FillV2 becomes CANN's Fill.

@@ -68,19 +68,15 @@ class HostAdamW:
 class _AdamWCell(nn.Cell):
     """Adam's fused kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected.
 
-    `tensors` are (weight, gradient, first moment, second moment, whether the weight decays); `rounded`, if any, are
-    parameters of a narrow dtype that get the new weights.
+    `tensors` are (weight, gradient, first moment, second moment, whether the weight decays).
     """
 
     def __init__(
         self,
         tensors: Sequence[tuple[Any, Any, Any, Any, bool]],
         settings: AdamWSettings,
-        rounded: Sequence[Any] = (),
     ) -> None:
         super().__init__()
-        self.rounded = ms.ParameterTuple(list(rounded))
-        self.has_rounded = bool(rounded)
         self.weights = ms.ParameterTuple([entry[0] for entry in tensors])
         self.grads = ms.ParameterTuple([entry[1] for entry in tensors])
         self.first = ms.ParameterTuple([entry[2] for entry in tensors])
@@ -110,17 +106,30 @@ class _AdamWCell(nn.Cell):
                 gradient,
             )
             done = ops.depend(done, updated)
-            if self.has_rounded:
-                # Not the parameter, which would be copied before it is read.
-                narrow = updated[0].astype(self.rounded[i].dtype)
-                done = ops.depend(done, ops.assign(self.rounded[i], narrow))
             zero = ops.depend(ops.zeros_like(self.grads[i]), done)
             done = ops.depend(done, ops.assign(self.grads[i], zero))
         return done
 
 
+class _RoundCell(nn.Cell):
+    """Assigns weights to parameters of a narrow dtype.
+
+    In the optimizer's graph, which also reads the weights before it changes them, each would be copied first.
+    """
+
+    def __init__(self, weights: Sequence[Any], rounded: Sequence[Any]) -> None:
+        super().__init__()
+        self.weights, self.rounded = ms.ParameterTuple(weights), ms.ParameterTuple(rounded)
+
+    def construct(self, done: Any) -> Any:
+        for i in range(len(self.weights)):
+            narrow = self.weights[i].astype(self.rounded[i].dtype)
+            done = ops.depend(done, ops.assign(self.rounded[i], narrow))
+        return done
+
+
 class DeviceAdamW:
-    """One graph that updates a rank's weights and zeroes its gradients."""
+    """Updates weights and zeroes gradients in a graph; another rounds the weights to those of a narrower dtype."""
 
     def __init__(
         self,
@@ -134,9 +143,13 @@ class DeviceAdamW:
     ) -> None:
         roles = [role.parameters for role in (weights, gradients, first, second)]
         tensors = [(*(role[e.key] for role in roles), e.decay) for e in weights.fused]
-        narrow = [] if rounded is None else [rounded.parameters[e.key] for e in weights.fused]
         self._settings = settings
-        self._graph = backend.graph(_AdamWCell(tensors, settings, narrow), "optimizer")
+        self._graph = backend.graph(_AdamWCell(tensors, settings), "optimizer")
+        self._round = None
+        if rounded is not None:
+            narrow = [rounded.parameters[e.key] for e in weights.fused]
+            cell = _RoundCell([tensor[0] for tensor in tensors], narrow)
+            self._round = backend.graph(cell, "rounded weights")
 
     def step(self, update: int, lr: float, scale: float) -> None:
         settings = self._settings
@@ -149,7 +162,10 @@ class DeviceAdamW:
             1.0 - lr * settings.weight_decay,
             scale,
         )
-        self._graph(*(Tensor(number, ms.float32) for number in numbers)).asnumpy()
+        done = self._graph(*(Tensor(number, ms.float32) for number in numbers))
+        if self._round is not None:
+            done = self._round(done)
+        done.asnumpy()
 
 
 def clear(gradients: Weights) -> None:
