@@ -20,8 +20,9 @@ from mindgrpo.backend.device.host_cpu import fill, joined_bits
 from mindgrpo.backend.dtypes import Dtype, bits_of
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout
+from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weight_sync.execute import DeviceRounds
+from mindgrpo.weight_sync.first_holders import FirstHolders
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weights.local_weights import Weights
 
@@ -63,9 +64,9 @@ class RankInTurn:
                 fill(tensors, self._mail[peer, self.rank, number])
 
 
-def put_bits(weights: Weights, wanted: Mapping[str, np.ndarray]) -> None:
+def put_bits(weights: Weights, boxes: Mapping[str, Box], wanted: Mapping[str, np.ndarray]) -> None:
     with weights.on_host(write=True) as host:
-        for name, box in weights.boxes.items():
+        for name, box in boxes.items():
             bits_of(host.hf_views[name])[...] = wanted[name][box.slices]
 
 
@@ -85,13 +86,17 @@ def moved(device: Backend, source: Layout, target: Layout, dtype: Dtype, bucket:
         for layout in (source, target)
     )
     for held, taken in zip(old, new, strict=True):
-        put_bits(held, wanted)
+        put_bits(held, held.boxes, wanted)
         taken.pool.load()
     # In the first turn all that is sent is collected, in the second all of it is there.
     for _ in range(2):
         for sides in zip(old, new, ranks, strict=True):
             DeviceRounds(plan, *sides).run()
-    for rank, weights in enumerate(new):
+    check_bits(new, wanted)
+
+
+def check_bits(by_rank: Sequence[Weights], wanted: Mapping[str, np.ndarray]) -> None:
+    for rank, weights in enumerate(by_rank):
         with weights.on_host() as host:
             for name, box in weights.boxes.items():
                 found = bits_of(host.hf_views[name])
@@ -103,3 +108,21 @@ def test_every_bit_arrives_where_it_belongs(device: Backend, train: Mesh, infer:
     source, target = layouts(train, infer)
     moved(device, source, target, "float32", 1 << 20)
     moved(device, target, source, "float16", 1 << 12)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(4, 2), Mesh(2, 2, 2), Mesh(1, 8)], ids=pair_id)
+def test_ranks_of_one_layout_give_each_other_what_the_first_holders_have(
+    device: Backend, mesh: Mesh
+) -> None:
+    layout, _ = layouts(mesh, Mesh(8, 1))
+    readers = FirstHolders(layout.mesh, layout.specs, layout.stage_layers)
+    plan, wanted = plan_reshard(readers, layout), random_bits(layout, "uint32")
+    mail: dict[Any, Any] = {}
+    ranks: list[Any] = [RankInTurn(device, rank, 1 << 12, mail) for rank in range(8)]
+    filled = [Weights(layout, backend.rank, backend) for backend in ranks]
+    for weights in filled:
+        put_bits(weights, readers.held_by(weights.rank), wanted)
+    for _ in range(2):
+        for weights, backend in zip(filled, ranks, strict=True):
+            DeviceRounds(plan, weights, weights, backend).run()
+    check_bits(filled, wanted)

@@ -42,6 +42,9 @@ from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.weight_sync.execute import Resharder
+from mindgrpo.weight_sync.first_holders import load_once
+from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import WeightCheck
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights
@@ -68,11 +71,14 @@ def make_roles(
     engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
     if "policy" not in restored:
         whole = policy.weights if policy.adapters else policy.masters
-        _fill(whole, plan.config, plan.config.actor_config.load, random_weights)
+        _fill(whole, plan.config, backend, random_weights)
         policy.masters_changed()
     if policy.adapters is not None:
         fill_adapters(policy.adapters.weights, plan.config.rl_config.seed)
-    reference = _make_reference(plan, backend, sampling, random_weights, "reference" in restored)
+    reference = _make_reference(plan, backend, sampling)
+    if reference is not None and "reference" not in restored:
+        base = None if "policy" in restored else policy.weights
+        _fill_reference(reference.weights, plan, backend, base, random_weights)
     added = (
         {spec.name for spec in policy.adapters.weights.layout.specs} if policy.adapters else set()
     )
@@ -129,13 +135,8 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
     return Policy(plan.model, plan.train, backend, settings, plan.lora)
 
 
-def _make_reference(
-    plan: RunPlan,
-    backend: Backend,
-    sampling: SamplingParams,
-    random_weights: bool,
-    is_restored: bool,
-) -> Reference | None:
+def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Reference | None:
+    """Makes the reference, without weights."""
     if plan.reference is None:
         return None
     weights = Weights(
@@ -143,8 +144,6 @@ def _make_reference(
     )
     pipeline = None
     if plan.reference.mesh.holds(backend.rank):
-        if not is_restored:
-            _fill(weights, plan.config, plan.config.reference_load, random_weights)
         pipeline = ForwardPipeline(
             Shard(plan.model, weights, backend),
             backend,
@@ -156,11 +155,34 @@ def _make_reference(
     return Reference(weights, pipeline)
 
 
-def _fill(weights: Weights, config: Config, directory: str, random_weights: bool) -> None:
+def _fill(weights: Weights, config: Config, backend: Backend, random_weights: bool) -> None:
+    """Gives the policy its initial weights."""
     if random_weights:
         fill_random(weights, config.rl_config.seed)
         return
-    load_weights(weights, directory)
+    directory = config.actor_config.load
+    load_once(weights, directory, backend)
+    _check_finite(weights, directory)
+
+
+def _fill_reference(
+    weights: Weights, plan: RunPlan, backend: Backend, base: Weights | None, random_weights: bool
+) -> None:
+    """Gives the reference its weights: those of the policy `base` where that was read from the same files."""
+    config = plan.config
+    directory = config.reference_load
+    if base is not None and (random_weights or directory == config.actor_config.load):
+        weights.pool.load()
+        between = plan_reshard(base.layout, weights.layout, weights.pool.itemsize)
+        Resharder(between, base, weights, backend).run()
+    elif random_weights:
+        fill_random(weights, config.rl_config.seed)
+    elif weights.boxes:
+        load_weights(weights, directory)
+        _check_finite(weights, directory)
+
+
+def _check_finite(weights: Weights, directory: str) -> None:
     with weights.on_host() as host:
         bad = in_arrays(host.hf_views.items())
     if bad is not None:

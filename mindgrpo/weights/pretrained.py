@@ -6,6 +6,7 @@ Also random weights, for benches.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Container
 from pathlib import Path
 
 import numpy as np
@@ -70,11 +71,12 @@ def load_weights(weights: Weights, directory: str | Path) -> None:
     fill(weights, check_tensors(directory, weights.layout.specs))
 
 
-def fill(weights: Weights, files: ModelFiles) -> None:
-    """Reads this rank's slices. Raises UserError."""
+def fill(weights: Weights, files: ModelFiles, names: Container[str] | None = None) -> None:
+    """Reads this rank's slices, of the parameters `names` alone where these are given. Raises UserError."""
     with weights.on_host(write=True) as host:
         for name, part in host.hf_views.items():
-            files.read_into(part, name, weights.boxes[name])
+            if names is None or name in names:
+                files.read_into(part, name, weights.boxes[name])
 
 
 def generator_of(name: str, seed: int) -> np.random.Generator:
