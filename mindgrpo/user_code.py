@@ -1,21 +1,30 @@
-"""Imports modules that users name, `package.module` or `file.py`, and says in a sentence what went wrong in them."""
+"""Imports modules that users name, `package.module` or `file.py`, and says in a sentence what went wrong in them.
+
+Also limits time and memory of code that processes what users supply: a template, a damaged file.
+"""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import importlib.util
+import os
+import resource
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
 
 PACKAGE = Path(__file__).parent
 LONGEST_MESSAGE = 300
+PAGE_BYTES = resource.getpagesize()
 
 
 @dataclass(frozen=True)
@@ -87,3 +96,44 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def public_callables(module: ModuleType) -> list[str]:
     return [key for key, held in vars(module).items() if callable(held) and key[0] != "_"]
+
+
+class OutOfTime(BaseException):
+    """Not an Exception: jinja's compiler swallows those where it computes constants."""
+
+
+@contextmanager
+def limits(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Ends the code inside after `seconds` of the process's own time, and lets it allocate `num_bytes`.
+
+    Raises OutOfTime or MemoryError. Both limits are the process's, so they are set in its main thread alone, in which
+    runs prepare their prompts; other threads go without.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGVTALRM, _out_of_time)
+    limit_memory(num_bytes)
+    # Again every second, in case the first one met code that no exception leaves.
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Limits what this process may allocate from now on to `num_bytes`, unless it has a lower limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    statm = os.open("/proc/self/statm", os.O_RDONLY)
+    in_use = int(os.read(statm, 64).split()[0]) * PAGE_BYTES
+    os.close(statm)
+    bounds = [size for size in (in_use + num_bytes, soft, hard) if size != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+
+
+def _out_of_time(*_: object) -> NoReturn:
+    raise OutOfTime

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 
 
 def splitmix64(state: int) -> int:

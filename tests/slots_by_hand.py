@@ -23,8 +23,7 @@ from mindgrpo.backend.kernels.rollout import (
     Memory,
     TokenWeights,
 )
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import Heads, SamplingParams, Vocabulary
 
 HIDDEN = 256  # its root is a power of two: a unit vector's norm is exact
 SLOT_BYTES = 1 << 16

@@ -22,7 +22,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.ascend import AscendKernels
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Stage, StageForward
 from mindgrpo.models.decoder_config import decoder_config

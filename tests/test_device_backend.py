@@ -33,7 +33,7 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.device.host_cpu import HostCpuBackend
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.memory.residency import Location, Residency
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs, fill_adapters, merge

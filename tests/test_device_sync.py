@@ -22,8 +22,8 @@ from mindgrpo.backend.targets import choose_target
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weight_sync.execute import DeviceRounds
-from mindgrpo.weight_sync.first_holders import FirstHolders
 from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.transfer import FirstHolders
 from mindgrpo.weights.local_weights import Weights
 
 # Of the 40 pairs, with every layout on either side.

@@ -29,7 +29,7 @@ from small_generators import (
 from mindgrpo.algorithm.sample import Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.native.library import library_path
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.cli.eval import mesh_for
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config

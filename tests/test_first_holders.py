@@ -17,8 +17,8 @@ import ranks_as_threads
 from checkpoint_model import layout, value
 
 from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.weight_sync.first_holders import FirstHolders, load_once
 from mindgrpo.weight_sync.plan import plan_reshard
+from mindgrpo.weight_sync.transfer import FirstHolders, load_once
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import ModelFiles, SafetensorsWriter
 

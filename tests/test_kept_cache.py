@@ -26,7 +26,7 @@ from small_generators import (
 
 from mindgrpo.algorithm.sample import Request, Sample
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.rollout.embedded import slots as kept_module
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig

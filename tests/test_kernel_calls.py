@@ -27,8 +27,7 @@ from mindgrpo.backend.kernels.rollout import (
     Memory,
     TokenWeights,
 )
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import Heads, SamplingParams, Vocabulary
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
 ROOT = Path(__file__).resolve().parents[1]

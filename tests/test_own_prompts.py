@@ -24,7 +24,7 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import FAILED, Request, Rollout, Sample, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.data.prompts import PromptForm
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.data.turns import TurnSuffix

@@ -16,8 +16,7 @@ from mindgrpo.backend.kernels.native.library import may_build
 from mindgrpo.cli.verbs import main
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, ParameterSpec, Split
-from mindgrpo.plan.link_time import Links, busiest_link
-from mindgrpo.weight_sync.plan import Plan, plan_reshard
+from mindgrpo.weight_sync.plan import Links, Plan, busiest_link, plan_reshard
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

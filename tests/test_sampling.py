@@ -20,7 +20,7 @@ from slots_by_hand import HIDDEN, Ranks
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import library
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.rollout.embedded import sampling
 from mindgrpo.rollout.embedded.sampling import Candidates
 from mindgrpo.rollout.noise import ROLLOUT, gumbel, position_keys, sample_keys

@@ -30,8 +30,7 @@ from small_generators import (
 from mindgrpo.algorithm.sample import Request
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.rollout import LocalModelShape
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import Heads, SamplingParams, Vocabulary
 from mindgrpo.rollout.embedded import kv_cache as room
 from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine

@@ -15,7 +15,7 @@ import pytest
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.sample import Request, Rollout, Sample
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.grpo.metrics import Resampling
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Stepper, StepSettings

@@ -20,7 +20,7 @@ from small_generators import LAYOUT
 
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import read_failure
 from mindgrpo.health.processes import is_alive

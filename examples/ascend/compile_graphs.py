@@ -21,7 +21,7 @@ import numpy as np
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import STOPPED, Rollout, TrainBatch
 from mindgrpo.backend.connect import connect
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.config import load_config, parse_command_line
 from mindgrpo.errors import UserError

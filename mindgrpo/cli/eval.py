@@ -15,7 +15,7 @@ from typing import Any
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.backend.targets import check_hosts
 from mindgrpo.cli.arguments import naming

@@ -22,12 +22,12 @@ from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
 from mindgrpo.plan.activations import row_lines
 from mindgrpo.plan.fit import Verdict, verdict
-from mindgrpo.plan.link_time import GIGA, Links, busiest_link
 from mindgrpo.plan.memory import HostPlan, phase_needs
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.banner import algorithm_lines
+from mindgrpo.weight_sync.plan import GIGA, Links, busiest_link
 
 _COUNTED = (
     "pools are exact, activations computed; the runtime's own memory comes on top (docs/fits.md)"

@@ -19,9 +19,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from mindgrpo import strict_files
-from mindgrpo.data.limits import OutOfTime, limits
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json
+from mindgrpo.user_code import OutOfTime, limits
 
 # Without torch transformers prints advice that has nothing to do with templates or tokenizers.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

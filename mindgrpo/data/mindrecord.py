@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.data.examples import Example, gold_answer, messages_of, single_turn
-from mindgrpo.data.limits import limit_memory
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json
+from mindgrpo.user_code import limit_memory
 
 # "messages" is empty where the prompt is one question.
 SCHEMA = {

@@ -18,8 +18,7 @@ from mindgrpo.doctor.examine import STEP, dtype_of
 from mindgrpo.doctor.first_step import step_lines
 from mindgrpo.doctor.jobs import ENDED_REMEDY, STACKS, CheckLine, Records, Starts, fails
 from mindgrpo.doctor.probes.kernels import kernel_lines
-from mindgrpo.doctor.probes.rates import rate_lines
-from mindgrpo.doctor.probes.transfers import communication_lines, weight_lines
+from mindgrpo.doctor.probes.transfers import communication_lines, rate_lines, weight_lines
 
 PROBES = {"communication": communication_lines, "weights": weight_lines, "rates": rate_lines}
 

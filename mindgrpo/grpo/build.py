@@ -11,7 +11,7 @@ import psutil
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.algorithm.sample import PartialGroup
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.errors import UserError
@@ -43,9 +43,8 @@ from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.execute import Resharder
-from mindgrpo.weight_sync.first_holders import load_once
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weight_sync.transfer import WeightCheck
+from mindgrpo.weight_sync.transfer import WeightCheck, load_once
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
 from mindgrpo.algorithm.sample import LENGTH, Rollout
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.rollout.engine import SeedKey

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend.connect import RuntimeSettings
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.config.section import Section
 from mindgrpo.data.tokenizer import Tokenizer

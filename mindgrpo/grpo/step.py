@@ -20,7 +20,7 @@ from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.sample import Arrays, PartialGroup, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import agree, check_alike, digest
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.prompts import Prompt

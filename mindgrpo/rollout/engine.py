@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from mindgrpo.algorithm.sample import Request, Sample
 from mindgrpo.backend.contract import Pool
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.shard import Adapters
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.transfer import WeightTransfer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mindgrpo.algorithm.sample import LENGTH, PartialGroup, Request, Rollout, Sample
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config.arithmetic import BatchPlan
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.rollout.engine import SeedKey

@@ -9,7 +9,7 @@ import numpy as np
 
 from mindgrpo.algorithm.sample import Request, Rollout, Sample, collect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import RanksDisagree, different_ranks, digest
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.environments.contract import Opening

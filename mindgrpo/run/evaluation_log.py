@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.grpo.evaluation import Outcome, evaluation_metrics
 from mindgrpo.monitor.console import number
 from mindgrpo.monitor.metrics import append_rows, read_metrics

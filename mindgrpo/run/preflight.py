@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.algorithm.sample import Messages
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet

@@ -3,6 +3,10 @@
 What a rank already holds is never sent, each wanted element arrives once, and senders share
 the load. The plan depends on its two layouts alone, so every rank computes the same one. It
 touches no device and no weights, and refuses layouts that do not hold the same parameters.
+
+`busiest_link` computes from a plan how long it takes over given links: a lower bound without latency and packing. A
+link is a host's way to the other hosts and carries its bandwidth in each direction at once; what moves inside a host
+has a bandwidth of its own or counts as free.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, Ranks, Rule
+
+GIGA = 10**9
 
 
 @dataclass(frozen=True)
@@ -257,3 +263,59 @@ def _refuse_different_models(source: Layout, target: Layout) -> None:
 
 def _column(ranks: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
     return np.fromiter(chain.from_iterable(ranks), dtype=np.int32, count=length)
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths in bytes a second and direction. `ranks_per_host` ranks, in rank order, share a host and its link."""
+
+    bytes_per_s: float
+    ranks_per_host: int = 1
+    local_bytes_per_s: float | None = (
+        None  # of each rank, to and from the others of its host; None: free
+    )
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """`who` carries `num_bytes` in `direction` ("sends" or "receives") and needs `seconds` for it."""
+
+    seconds: float
+    who: str
+    direction: str
+    num_bytes: int
+
+
+def busiest_link(plan: Plan, links: Links) -> Busiest:
+    """Finds the slowest of all links between and inside hosts, which work concurrently."""
+    source, target, sizes = plan.traffic()
+    hosts = -(-plan.num_ranks // links.ranks_per_host)
+    source_host, target_host = source // links.ranks_per_host, target // links.ranks_per_host
+    leaves = source_host != target_host
+    name = "rank" if links.ranks_per_host == 1 else "host"
+    loads = [
+        _most(name, "sends", source_host[leaves], sizes[leaves], hosts, links.bytes_per_s),
+        _most(name, "receives", target_host[leaves], sizes[leaves], hosts, links.bytes_per_s),
+    ]
+    if links.local_bytes_per_s is not None:
+        stays, speed = ~leaves, links.local_bytes_per_s
+        loads += [
+            _most("rank", "sends", source[stays], sizes[stays], plan.num_ranks, speed),
+            _most("rank", "receives", target[stays], sizes[stays], plan.num_ranks, speed),
+        ]
+    return max(loads, key=lambda one: one.seconds)
+
+
+def _most(
+    name: str,
+    direction: str,
+    places: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    num_places: int,
+    bytes_per_s: float,
+) -> Busiest:
+    totals = np.zeros(num_places, np.int64)
+    np.add.at(totals, places, sizes)
+    busiest = int(totals.argmax())
+    num_bytes = int(totals[busiest])
+    return Busiest(num_bytes / bytes_per_s, f"{name} {busiest}", direction, num_bytes)

@@ -2,12 +2,14 @@
 
 Sums of the policy's weights are kept with their version when the generator is refreshed, and compared with the
 generator's own before it draws: it computes with the policy's weights, bit for bit, and replicas with the same ones.
+`load_once` reads a model from files: each part on the first of the ranks that hold it, which gives it to the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import mindspore as ms
@@ -17,11 +19,12 @@ from mindspore import ops
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.models.lora import merge
 from mindgrpo.models.shard import Adapters
-from mindgrpo.parallel.sharding import Layout
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, Ranks
 from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
 from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import check_tensors, fill
 
 
 class WeightTransfer(Protocol):
@@ -179,3 +182,25 @@ def mix(old: Weights, new: Weights, share: float) -> None:
     for key, parameter in old.parameters.items():
         kept, fresh = parameter.astype(ms.float32), new.parameters[key].astype(ms.float32)
         ops.assign(parameter, (kept * (1.0 - share) + fresh * share).astype(parameter.dtype))
+
+
+class FirstHolders(Layout):
+    """Of ranks that hold the same box, the first has it and the others have nothing."""
+
+    def _ranks_by_box(self, spec: ParameterSpec, stages: Ranks) -> dict[Box, Ranks]:
+        return {box: ranks[:1] for box, ranks in super()._ranks_by_box(spec, stages).items()}
+
+    def held_by(self, rank: int) -> dict[str, Box]:
+        boxes = super().held_by(rank)
+        return {n: box for n, box in boxes.items() if self.ranks_by_box(n)[box] == (rank,)}
+
+
+def load_once(weights: Weights, directory: str | Path, backend: Backend) -> None:
+    """Fills a rank's weights, all ranks together; other ranks can read its pool. Raises UserError."""
+    layout = weights.layout
+    files = check_tensors(directory, layout.specs)
+    readers = FirstHolders(layout.mesh, layout.specs, layout.stage_layers)
+    fill(weights, files, readers.held_by(backend.rank))
+    plan = plan_reshard(readers, layout, weights.pool.itemsize)
+    if plan.bytes_moved:
+        Resharder(plan, weights, weights, backend).run()

@@ -19,7 +19,7 @@ from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.connect import RuntimeSettings, connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import resolve_compute_dtype, resolve_matmul_precision
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt

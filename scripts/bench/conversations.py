@@ -22,7 +22,7 @@ import launching
 from work import Work, read_work
 
 from mindgrpo.algorithm.sample import STOPPED, Request, Sample
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.rollout.conversations import Conversations

@@ -22,7 +22,7 @@ from work import Work, random_rewards, read_work
 
 from mindgrpo.algorithm.sample import STOPPED, Request, Rollout, Sample
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_stepper
 from mindgrpo.grpo.metrics import StepOutcome

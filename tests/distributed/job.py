@@ -36,7 +36,7 @@ from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.grpo.metrics import token_rows
 from mindgrpo.grpo.step import Stepper, StepSettings

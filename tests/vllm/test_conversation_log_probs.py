@@ -18,7 +18,7 @@ from engine_subject import needs_vllm
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Request, Rollout, Sample, collect
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs

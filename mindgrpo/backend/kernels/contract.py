@@ -16,8 +16,13 @@ from mindspore import nn, ops
 
 from mindgrpo.backend.kernels import mindspore_ops
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import (
+    Activation,
+    AdamWNumbers,
+    Heads,
+    SamplingParams,
+    Vocabulary,
+)
 
 if TYPE_CHECKING:
     from mindgrpo.backend.kernels.native.rollout import Slots

@@ -13,7 +13,7 @@ from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.rollout import GenerationBatch
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout

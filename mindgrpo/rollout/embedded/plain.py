@@ -22,8 +22,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindgrpo.backend.contract import DECODE, Backend, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.rollout import GenerationBatch
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import NEVER
+from mindgrpo.backend.kernels.shapes import NEVER, SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, read_length

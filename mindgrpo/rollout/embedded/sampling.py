@@ -33,8 +33,7 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import NEVER
+from mindgrpo.backend.kernels.shapes import NEVER, SamplingParams
 from mindgrpo.models.parallel_cells import GatherColumns
 from mindgrpo.rollout.noise import TOKEN_STRIDE, TRIPLE32, bits_at, gumbel_of
 

@@ -26,7 +26,7 @@ from mindgrpo.backend.kernels.rollout import (
     Memory,
     TokenWeights,
 )
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes

@@ -17,7 +17,7 @@ import numpy as np
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, TOKEN_ARRAYS, Request, Sample
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.memory.residency import CountedPool
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.sharding import Layout

@@ -20,8 +20,13 @@ from mindgrpo.backend.kernels.native.library import (
 )
 from mindgrpo.backend.kernels.native.rollout import Slots
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
-from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import (
+    Activation,
+    AdamWNumbers,
+    Heads,
+    SamplingParams,
+    Vocabulary,
+)
 from mindgrpo.errors import UserError
 
 # Elements whose squares native/optimizer.c adds up first.

@@ -24,7 +24,7 @@ from mindgrpo.backend.kernels.rollout import (
     Memory,
     TokenWeights,
 )
-from mindgrpo.backend.kernels.sampling_params import SamplingParams
+from mindgrpo.backend.kernels.shapes import SamplingParams
 
 # The C types of rollout.h.
 DTYPES = {
