@@ -57,7 +57,7 @@ def test_a_share_of_the_fuzzer_finds_nothing() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     told = json.loads(ended.stdout.splitlines()[-1])
     assert (told["cases"], told["failed"]) == (40, 0)
-    assert told["refused"] > 40 and len(told["by_kind"]) > 15
+    assert told["refused"] > 20 and len(told["by_kind"]) > 10
 
 
 def test_whatever_is_quoted_a_sentence_is_one_line_that_can_be_printed() -> None:
