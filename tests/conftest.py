@@ -6,6 +6,7 @@ together, as they share what they have built.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +55,12 @@ class _OneForRanks(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         return "ranks" if Path(file).stem in STARTS_RANKS else file
+
+
+def pytest_collection_finish() -> None:
+    """MindSpore collects garbage at every compilation: what was imported and collected by then takes no part."""
+    gc.collect()
+    gc.freeze()
 
 
 # The marks of `--dist loadgroup` are not seen under pytest 9.

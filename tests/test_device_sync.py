@@ -1,7 +1,7 @@
-"""Weights move between ranks whose memory is MindSpore's, bit for bit, from and to every layout of eight ranks.
+"""Weights move between eight ranks whose memory is MindSpore's, bit for bit.
 
 The ranks take turns in one process. Does not prove that communication carries what they hand over:
-tests/test_distributed.py does. Nor does it take all pairs of layouts: tests/test_reshard_plan.py does.
+tests/test_distributed.py does, on four ranks. Nor does it take all pairs of layouts: tests/test_reshard_plan.py does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_reshard_plan import PAIRS, layouts, pair_id
+from test_reshard_plan import layouts
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend, Pool
@@ -25,9 +25,6 @@ from mindgrpo.weight_sync.execute import DeviceRounds
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import FirstHolders
 from mindgrpo.weights.local_weights import Weights
-
-# Of the 40 pairs, with every layout on either side.
-LARGE_PAIRS = [pair for pair in PAIRS if pair[0].size == pair[1].size == 8][::3]
 
 
 @pytest.fixture(scope="module")
@@ -103,18 +100,14 @@ def check_bits(by_rank: Sequence[Weights], wanted: Mapping[str, np.ndarray]) -> 
                 np.testing.assert_array_equal(found, wanted[name][box.slices], f"{name} {rank}")
 
 
-@pytest.mark.parametrize("train, infer", LARGE_PAIRS, ids=pair_id)
-def test_every_bit_arrives_where_it_belongs(device: Backend, train: Mesh, infer: Mesh) -> None:
-    source, target = layouts(train, infer)
+def test_every_bit_arrives_where_it_belongs(device: Backend) -> None:
+    source, target = layouts(Mesh(1, 4, 2), Mesh(4, 2))
     moved(device, source, target, "float32", 1 << 20)
     moved(device, target, source, "float16", 1 << 12)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(4, 2), Mesh(2, 2, 2), Mesh(1, 8)], ids=pair_id)
-def test_ranks_of_one_layout_give_each_other_what_the_first_holders_have(
-    device: Backend, mesh: Mesh
-) -> None:
-    layout, _ = layouts(mesh, Mesh(8, 1))
+def test_ranks_of_one_layout_give_each_other_what_the_first_holders_have(device: Backend) -> None:
+    layout, _ = layouts(Mesh(2, 2, 2), Mesh(8, 1))
     readers = FirstHolders(layout.mesh, layout.specs, layout.stage_layers)
     plan, wanted = plan_reshard(readers, layout), random_bits(layout, "uint32")
     mail: dict[Any, Any] = {}
