@@ -124,10 +124,16 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pool_of(file: Path, name: str, memory: int = 1 << 30) -> Iterator[EnvironmentPool]:
+    # Runs of other tests may not have been collected yet.
+    others = workers()
     pool = EnvironmentPool(f"{file}:{name}", CallLimits(DEADLINE, memory))
     yield pool
     pool.close()
-    assert not [child for child in psutil.Process().children(recursive=True) if is_worker(child)]
+    assert workers() <= others
+
+
+def workers() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children(recursive=True) if is_worker(child)}
 
 
 def is_worker(process: psutil.Process) -> bool:
