@@ -42,7 +42,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         precision_mode=context.ascend_config.precision_mode,
         matmul_precision=matmul_precision(config),
         compute_dtype=compute_dtype(config),
-        sums_in_float32=config.context.reduce_dtype == "float32",
+        sums_in_float32=context.reduce_dtype == "float32",
         flash_attention=flash_attention(config),
         plain_kernels=plain_kernels(config),
         bucket_bytes=config.generate_config.bucket_bytes,

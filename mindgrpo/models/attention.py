@@ -28,7 +28,7 @@ class Attention(nn.Cell):
         adds_bias = shard.heads().has_bias and not heads.has_bias
         self.qkv = shard.biased_linear(weight, bias) if adds_bias else shard.linear(weight)
         self.bias = shard[bias] if heads.has_bias else nothing
-        self.float32 = shard.float32()
+        self.vector = shard.vector()
         self.has_head_norms = heads.norm_eps is not None
         self.norm_offset = shard.config.family.norm_offset
         self.q_norm = shard[name + "q_norm.weight"] if self.has_head_norms else nothing
@@ -46,15 +46,15 @@ class Attention(nn.Cell):
         qkv = self.qkv(self.copy(x))
         if self.has_projection_norm:
             qkv = self.projection_norm(qkv)
-        q_norm, k_norm = self.float32(self.q_norm), self.float32(self.k_norm)
+        q_norm, k_norm = self.vector(self.q_norm), self.vector(self.k_norm)
         if self.has_head_norms and self.norm_offset != 0.0:
             q_norm = q_norm.astype(ms.float32) + self.norm_offset
             k_norm = k_norm.astype(ms.float32) + self.norm_offset
         y = self.reduce(
-            self.out(self.attend(qkv, self.float32(self.bias), q_norm, k_norm, *context))
+            self.out(self.attend(qkv, self.vector(self.bias), q_norm, k_norm, *context))
         )
         if self.has_out_bias:
-            y = y + self.float32(self.out_bias).astype(y.dtype)
+            y = y + self.vector(self.out_bias).astype(y.dtype)
         return y
 
 
@@ -76,13 +76,13 @@ class ProjectionNorm(nn.Cell):
         self.mean = Tensor([[1.0 / (heads * config.head_dim) for heads in widths]], ms.float32)
         self.bias = shard.get(name + "qkv_proj.bias")
         self.has_bias = self.bias is not None
-        self.float32 = shard.float32()
+        self.vector = shard.vector()
         self.reduce, self.copy = shard.reduce_from_group(), shard.copy_to_group()
 
     def construct(self, qkv: Any) -> Any:
         dtype, qkv = qkv.dtype, qkv.astype(ms.float32)
         if self.has_bias:
-            qkv = qkv + self.float32(self.bias)
+            qkv = qkv + self.vector(self.bias)
         queries, keys = qkv[:, : self.queries], qkv[:, self.queries : self.keys]
         squares = ops.concat(
             ((queries * queries).sum(1, keepdims=True), (keys * keys).sum(1, keepdims=True)), 1
@@ -91,7 +91,7 @@ class ProjectionNorm(nn.Cell):
         total = self.copy(self.reduce(squares))
         scale = ops.rsqrt(total * self.mean + self.eps)
         queries = (
-            queries * scale[:, :1] * (self.float32(self.q_norm).astype(ms.float32) + self.offset)
+            queries * scale[:, :1] * (self.vector(self.q_norm).astype(ms.float32) + self.offset)
         )
-        keys = keys * scale[:, 1:] * (self.float32(self.k_norm).astype(ms.float32) + self.offset)
+        keys = keys * scale[:, 1:] * (self.vector(self.k_norm).astype(ms.float32) + self.offset)
         return ops.concat((queries, keys, qkv[:, self.keys :]), 1).astype(dtype)

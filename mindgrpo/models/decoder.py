@@ -101,12 +101,12 @@ class Norm(nn.Cell):
     def __init__(self, shard: Shard, key: str) -> None:
         super().__init__()
         self.weight = shard[key]
-        self.float32 = shard.float32()
+        self.vector = shard.vector()
         self.offset = shard.config.family.norm_offset
         self.norm = shard.cell(shard.kernels.rms_norm, shard.config.rms_norm_eps)
 
     def construct(self, x: Any) -> Any:
-        weight = self.float32(self.weight)
+        weight = self.vector(self.weight)
         if self.offset != 0.0:
             weight = weight.astype(ms.float32) + self.offset
         return self.norm(x, weight)
@@ -120,7 +120,7 @@ class AddNorm(nn.Cell):
         self.is_identity = key is None
         if key is not None:
             self.weight = shard[key]
-        self.float32 = shard.float32()
+        self.vector = shard.vector()
         self.offset = shard.config.family.norm_offset
         self.norm = shard.cell(shard.kernels.add_rms_norm, shard.config.rms_norm_eps)
 
@@ -128,7 +128,7 @@ class AddNorm(nn.Cell):
         if self.is_identity:
             total = x + added
             return total, total
-        weight = self.float32(self.weight)
+        weight = self.vector(self.weight)
         if self.offset != 0.0:
             weight = weight.astype(ms.float32) + self.offset
         return self.norm(x, added, weight)

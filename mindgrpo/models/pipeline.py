@@ -80,7 +80,7 @@ class ForwardPipeline:
         return num_tokens, self.shard.config.hidden_size
 
     def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Returns what StageForward does: what goes on, and what layers got; of a stage that keeps no flows no such."""
+        """Returns what goes on to the next stage, and what the layers got: nothing where no flows are kept."""
         made = self.layers(x, *inputs)
         y, *flows = made if isinstance(made, tuple) else (made,)
         return y, flows

@@ -156,7 +156,7 @@ class Shard:
         """Returns what matrices pass through before products, so that their gradients are float32."""
         return self.cell(Same if self.weights.dtype == "float32" else Float32Gradient)
 
-    def float32(self) -> nn.Cell:
+    def vector(self) -> nn.Cell:
         """Returns what vectors of weights pass through: they are used, and have gradients, in float32.
 
         Where nothing is trained and kernels take them, they are used as they are.

@@ -42,10 +42,11 @@ class HostAdamW:
         second: Weights,
         backend: Backend,
         settings: AdamWSettings,
+        rounded: Weights | None = None,
     ) -> None:
-        self._weights, self._gradients = weights, gradients
+        self._weights, self._gradients, self._rounded = weights, gradients, rounded
         self._moments = first.arrays, second.arrays
-        self._settings, self._adamw = settings, backend.kernels.adamw
+        self._settings, self._backend = settings, backend
 
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
@@ -56,13 +57,16 @@ class HostAdamW:
             for i, run in enumerate(w.ranges):
                 beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
                 decay = settings.weight_decay if run.decay else 0.0
-                self._adamw(
+                self._backend.kernels.adamw(
                     w.flat_buffers[i],
                     g.flat_buffers[i],
                     first.flat_buffers[i],
                     second.flat_buffers[i],
                     AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale),
                 )
+        if self._rounded is not None:
+            round_into(self._rounded, self._weights)
+            self._backend.synchronize()
 
 
 class _AdamWCell(nn.Cell):
@@ -199,13 +203,9 @@ class AdamW:
             if in_host_memory
             else DeviceGradientSync(gradients, backend)
         )
+        adamw = HostAdamW if on_host or in_host_memory else DeviceAdamW
         roles = weights, gradients, self.first, self.second
-        self._weights, self._rounded = weights, rounded
-        self._adamw: HostAdamW | DeviceAdamW
-        if on_host or in_host_memory:
-            self._adamw = HostAdamW(*roles, backend, settings)
-        else:
-            self._adamw = DeviceAdamW(*roles, backend, settings, rounded)
+        self._adamw = adamw(*roles, backend, settings, rounded)
 
     def sum_gradients(self) -> float:
         """Sums the accumulated gradients over the ranks; returns their 2-norm over the model."""
@@ -214,9 +214,6 @@ class AdamW:
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
         self._adamw.step(update, lr, scale)
-        if self._rounded is not None and isinstance(self._adamw, HostAdamW):
-            round_into(self._rounded, self._weights)
-            self._backend.synchronize()
 
     def clear_gradients(self) -> None:
         if not self._gradients.pool.is_host_memory:
