@@ -147,6 +147,29 @@ def addmm(input, mat1, mat2, *, beta=1, alpha=1):
     return (input.astype(ms.float32) + product).astype(mat1.dtype)
 
 
+def adamw(
+    var, m, v, max_v, gradient, step, lr, beta1, beta2, decay, eps, amsgrad=False, maximize=False
+):
+    """In place, with `step` the steps before this one; as documented but for the third moment."""
+    if amsgrad or maximize:
+        raise ValueError("the double has no AMSGrad and does not maximize")
+    kept = var * (1.0 - lr * decay)
+    count = step + 1.0
+    first = m * beta1 + gradient * (1.0 - beta1)
+    second = v * beta2 + gradient * gradient * (1.0 - beta2)
+    root = ops.sqrt(second / (1.0 - ops.pow(beta2, count))) + eps
+    moved = kept - lr * (first / (1.0 - ops.pow(beta1, count))) / root
+    done = ops.depend(ops.assign(m, first), moved)
+    done = ops.depend(ops.assign(v, second), done)
+    return ops.depend(ops.assign(var, moved), done)
+
+
+def norm(input, p="fro", dim=None, keepdim=False, *, dtype=None):
+    if (p, dim, keepdim, dtype) != ("fro", None, False, None):
+        raise ValueError("the double is the 2-norm of all")
+    return ops.sqrt((input * input).sum())
+
+
 DOUBLES = AscendOps(
     flash_attention_score,
     incre_flash_attention,
@@ -155,6 +178,8 @@ DOUBLES = AscendOps(
     rotary_position_embedding,
     swiglu,
     addmm,
+    adamw,
+    norm,
 )
 
 

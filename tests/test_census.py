@@ -30,7 +30,9 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.work import FUSED, Launches
 from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
+from mindgrpo.training.gradient_sync import DeviceGradientSync
 from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell, _RoundCell
 from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.checksum import sums_of_columns
@@ -220,8 +222,14 @@ def optimizer(device: Backend, layers: int) -> Any:
     tensors = [
         (*(role.parameters[entry.key] for role in roles), entry.decay) for entry in roles[0].fused
     ]
-    numbers = [Tensor(0.5, ms.float32) for _ in range(6)]
-    return _AdamWCell(tensors, AdamWSettings(0.9, 0.95, 1e-8, 0.01))(*numbers)
+    settings = AdamWSettings(0.9, 0.95, 1e-8, 0.01)
+    inputs = device.kernels.adamw_inputs(settings.at(1, 1e-3, 0.5))
+    cell = _AdamWCell(tensors, settings, device.kernels)
+    return cell(Tensor(0.5, ms.float32), *inputs)
+
+
+def gradient_norm(device: Backend, layers: int) -> Any:
+    return DeviceGradientSync(Model(device, layers).role("gradients"), device).sum()
 
 
 def rounded_weights(device: Backend, layers: int) -> Any:
@@ -252,6 +260,7 @@ GRAPHS = (
     log_probs,
     stage_backward,
     loss_step,
+    gradient_norm,
     optimizer,
     rounded_weights,
 )
@@ -293,6 +302,20 @@ def test_a_token_of_28_layers_is_so_many_kernels_at_most(
     """With all that sampling can ask for, and with noise for every token."""
     one, two = (census_of(partial(graph, device, n), tmp_path / str(n)).total() for n in (2, 3))
     assert one + 26 * (two - one) <= limit
+
+
+def test_an_optimizer_step_is_as_many_kernels_as_the_plan_counts(
+    device: Backend, tmp_path: Path
+) -> None:
+    graphs = gradient_norm, optimizer, rounded_weights
+
+    def launched(layers: int) -> int:
+        runs = [partial(graph, device, layers) for graph in graphs]
+        made = [census_of(run, tmp_path / f"{i}-{layers}") for i, run in enumerate(runs)]
+        return sum(census.total() for census in made)
+
+    two, three = launched(2), launched(3)
+    assert FUSED.optimizer == Launches(three - two, 3 * two - 2 * three)
 
 
 def test_an_operation_of_the_ai_cpu_is_found(device: Backend, tmp_path: Path) -> None:

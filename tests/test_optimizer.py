@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ascend_doubles import fused
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.dtypes import Dtype
@@ -70,13 +71,15 @@ class Setting:
                 run[...] = value
 
 
-# On a device the update is a graph, and with moments on the host a kernel's; in shared memory it is a kernel's.
+# On a device the update is a graph, and with moments on the host a kernel's; in shared memory it is a kernel's. An NPU
+# has an operation for it, which has a double here.
 WAYS = [
     ("shared_memory", NativeKernels, False),
     ("shared_memory", NativeKernels, True),
     ("shared_memory", Kernels, False),
     ("device", Kernels, False),
     ("device", Kernels, True),
+    ("device", fused, False),
 ]
 
 

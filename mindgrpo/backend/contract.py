@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 import numpy as np
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, MatmulPrecision
 from mindgrpo.backend.host_memory import SparePages
@@ -370,7 +370,8 @@ class CompileLog:
 class Graph:
     """A cell that is compiled once a shape.
 
-    Inputs are tensors: of those in a tuple MindSpore would compute with the first call's for ever.
+    Inputs are tensors, or numbers that are mutable: with others, and with those in a tuple, MindSpore would compute for
+    ever as in the first call.
     """
 
     def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
@@ -382,7 +383,9 @@ class Graph:
             cell.phase, self._names = PHASES.get(name, OTHER_PHASE), cell.phase_cache
 
     def __call__(self, *inputs: Any) -> Any:
-        shapes = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
+        shapes = tuple(
+            (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else type(x) for x in inputs
+        )
         if shapes in self._compiled:
             self._names |= self._compiled[shapes]
             return self._cell(*inputs)

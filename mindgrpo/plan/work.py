@@ -88,7 +88,7 @@ FUSED = GraphCounts(
     first_back=Launches(59, 29),
     # The head's logits in chunks of some 400 rows.
     last=Launches(59, 116),
-    optimizer=Launches(71, 33),
+    optimizer=Launches(42, 23),
     hands_inputs_on=True,
     float32_sums=False,
     whole_mask=True,
@@ -101,10 +101,10 @@ FUSED = GraphCounts(
     tokens_a_graph=1,
     slow_a_logit=0.0,
     decode_waits=1.0,
-    # Norm 12, scale 8, decay 16, Adam 28, rounding 10, zeroing 8.
-    optimizer_bytes=82.0,
-    # Six numbers that go in, and two that come out.
-    optimizer_calls=8.0,
+    # Norm 4, scale 8, AdamW 28, rounding 6, zeroing 4.
+    optimizer_bytes=50.0,
+    # Three numbers that go in, and two that come out.
+    optimizer_calls=5.0,
     sync_calls=1.6,
     sync_bytes=2.0,
     checked_calls=7.0,

@@ -192,23 +192,25 @@ class _SumOverGroup(nn.Cell):
 class _Norm(nn.Cell):
     """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
 
-    def __init__(self, columns: Sequence[_Columns], copies: Sequence[int], group: Group) -> None:
+    def __init__(
+        self, columns: Sequence[_Columns], copies: Sequence[int], group: Group, squares: nn.Cell
+    ) -> None:
         super().__init__()
         self.parameters = ms.ParameterTuple([own.parameter for own in columns])
         self.columns = tuple(own.ranges[0] for own in columns)
-        self.factors = tuple(1.0 / number for number in copies)
+        self.shares = Tensor([1.0 / number for number in copies], ms.float32)
         self.is_alone = group.size == 1
-        self.total = group.sum_cell()
-        self.zero = Tensor([0.0], ms.float32)
+        self.squares, self.total = squares, group.sum_cell()
 
     def construct(self) -> Any:
-        square = self.zero
-        for i in range(len(self.factors)):
+        squares = []
+        for i in range(len(self.columns)):
             start, stop = self.columns[i]
             values = self.parameters[i]
             if stop - start < values.shape[-1]:
                 values = values[..., start:stop]
-            square = square + (values * values).sum() * self.factors[i]
+            squares.append(self.squares(values).reshape(1))
+        square = (ops.concat(squares) * self.shares).sum().reshape(1)
         if not self.is_alone:
             square = self.total(square)
         return ops.sqrt(square)
@@ -251,7 +253,8 @@ class DeviceGradientSync:
             for term in sums.norm_terms
         ]
         copies = [term.copies for term in sums.norm_terms]
-        cell = _Norm(terms, copies, backend.group(sums.norm_ranks))
+        group, squares = backend.group(sums.norm_ranks), backend.kernels.squares()
+        cell = _Norm(terms, copies, group, squares)
         self._norm = backend.graph(cell, "gradient norm")
         self._ticket = Tensor([0.0], ms.float32)
 

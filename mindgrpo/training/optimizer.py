@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import AdamWNumbers
 from mindgrpo.training.gradient_sync import DeviceGradientSync, GradientSync, HostGradientSync
 from mindgrpo.weights.local_weights import Weights, round_into
@@ -26,6 +26,11 @@ class AdamWSettings:
     beta2: float
     eps: float
     weight_decay: float
+
+    def at(self, update: int, lr: float, scale: float, decays: bool = True) -> AdamWNumbers:
+        """Returns the numbers of one step, of a parameter that decays or does not."""
+        decay = self.weight_decay if decays else 0.0
+        return AdamWNumbers(lr, self.beta1, self.beta2, self.eps, decay, update, scale)
 
 
 class HostAdamW:
@@ -50,19 +55,16 @@ class HostAdamW:
 
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
-        settings = self._settings
         weights, gradients = self._weights.on_host(write=True), self._gradients.on_host(write=True)
         with weights as w, gradients as g:
             first, second = self._moments
             for i, run in enumerate(w.ranges):
-                beta1, beta2, eps = settings.beta1, settings.beta2, settings.eps
-                decay = settings.weight_decay if run.decay else 0.0
                 self._backend.kernels.adamw(
                     w.flat_buffers[i],
                     g.flat_buffers[i],
                     first.flat_buffers[i],
                     second.flat_buffers[i],
-                    AdamWNumbers(lr, beta1, beta2, eps, decay, update, scale),
+                    self._settings.at(update, lr, scale, run.decay),
                 )
         if self._rounded is not None:
             round_into(self._rounded, self._weights)
@@ -70,55 +72,42 @@ class HostAdamW:
 
 
 class _AdamWCell(nn.Cell):
-    """Adam's fused kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected.
-
-    `tensors` are (weight, gradient, first moment, second moment, whether the weight decays).
-    """
+    """Updates weights and moments and zeroes gradients, one tensor after the other."""
 
     def __init__(
         self,
         tensors: Sequence[tuple[Any, Any, Any, Any, bool]],
         settings: AdamWSettings,
+        kernels: Kernels,
     ) -> None:
+        """Takes of each tensor (weight, gradient, first moment, second moment, whether the weight decays)."""
         super().__init__()
         self.weights = ms.ParameterTuple([entry[0] for entry in tensors])
         self.grads = ms.ParameterTuple([entry[1] for entry in tensors])
         self.first = ms.ParameterTuple([entry[2] for entry in tensors])
         self.second = ms.ParameterTuple([entry[3] for entry in tensors])
-        self.decays = tuple(entry[4] and settings.weight_decay > 0 for entry in tensors)
-        self.beta1 = Tensor(settings.beta1, ms.float32)
-        self.beta2 = Tensor(settings.beta2, ms.float32)
-        self.adam = ops.Adam()
+        self.decays = tuple(entry[4] for entry in tensors)
+        numbers = settings.beta1, settings.beta2, settings.eps
+        self.decaying = kernels.adamw_cell(*numbers, settings.weight_decay)
+        self.staying = kernels.adamw_cell(*numbers, 0.0)
+        self.zero = Tensor(0.0, ms.float32)
 
-    def construct(self, lr: Any, power1: Any, power2: Any, eps: Any, keep: Any, scale: Any) -> Any:
-        done = lr
+    def construct(self, scale: Any, *numbers: Any) -> Any:
+        done = scale
         for i in range(len(self.weights)):
-            weight = self.weights[i]
-            if self.decays[i]:
-                done = ops.depend(done, ops.assign(weight, weight * keep))
             gradient = ops.depend(self.grads[i] * scale, done)
-            updated = self.adam(
-                weight,
-                self.first[i],
-                self.second[i],
-                power1,
-                power2,
-                lr,
-                self.beta1,
-                self.beta2,
-                eps,
-                gradient,
-            )
-            done = ops.depend(done, updated)
-            zero = ops.depend(ops.zeros_like(self.grads[i]), done)
-            done = ops.depend(done, ops.assign(self.grads[i], zero))
+            tensors = self.weights[i], gradient, self.first[i], self.second[i]
+            update = self.decaying if self.decays[i] else self.staying
+            updated = update(*tensors, *numbers)
+            zero = ops.depend(self.zero, updated)
+            done = ops.depend(done, self.grads[i].copy_(zero))
         return done
 
 
 class _RoundCell(nn.Cell):
-    """Assigns weights to parameters of a narrow dtype.
+    """Copies weights to parameters of a narrow dtype.
 
-    In the optimizer's graph, which also reads the weights before it changes them, each would be copied first.
+    In the optimizer's graph, which changes the weights, each would be copied first.
     """
 
     def __init__(self, weights: Sequence[Any], rounded: Sequence[Any]) -> None:
@@ -127,8 +116,7 @@ class _RoundCell(nn.Cell):
 
     def construct(self, done: Any) -> Any:
         for i in range(len(self.weights)):
-            narrow = self.weights[i].astype(self.rounded[i].dtype)
-            done = ops.depend(done, ops.assign(self.rounded[i], narrow))
+            done = ops.depend(done, self.rounded[i].copy_(self.weights[i]))
         return done
 
 
@@ -147,8 +135,8 @@ class DeviceAdamW:
     ) -> None:
         roles = [role.parameters for role in (weights, gradients, first, second)]
         tensors = [(*(role[e.key] for role in roles), e.decay) for e in weights.fused]
-        self._settings = settings
-        self._graph = backend.graph(_AdamWCell(tensors, settings), "optimizer")
+        self._settings, self._kernels = settings, backend.kernels
+        self._graph = backend.graph(_AdamWCell(tensors, settings, self._kernels), "optimizer")
         self._round = None
         if rounded is not None:
             narrow = [rounded.parameters[e.key] for e in weights.fused]
@@ -156,17 +144,9 @@ class DeviceAdamW:
             self._round = backend.graph(cell, "rounded weights")
 
     def step(self, update: int, lr: float, scale: float) -> None:
-        settings = self._settings
-        power1, power2 = settings.beta1**update, settings.beta2**update
-        numbers = (
-            lr,
-            power1,
-            power2,
-            settings.eps * float(np.sqrt(1.0 - power2)),
-            1.0 - lr * settings.weight_decay,
-            scale,
-        )
-        done = self._graph(*(Tensor(number, ms.float32) for number in numbers))
+        numbers = self._settings.at(update, lr, scale)
+        inputs = self._kernels.adamw_inputs(numbers)
+        done = self._graph(Tensor(scale, ms.float32), *inputs)
         if self._round is not None:
             done = self._round(done)
         done.asnumpy()

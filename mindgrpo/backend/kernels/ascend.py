@@ -16,7 +16,7 @@ another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from mindgrpo.backend.kernels.mindspore_ops import (
     PlainPrefillAttention,
     RopeAndMask,
 )
-from mindgrpo.backend.kernels.shapes import Activation, Heads
+from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads
 from mindgrpo.errors import UserError
 
 FusedOp = Callable[..., Any]
@@ -62,6 +62,9 @@ class AscendOps:
     rotary_position_embedding: FusedOp = ops.rotary_position_embedding
     swiglu: FusedOp = ops.swiglu
     addmm: FusedOp = mint.addmm
+    # As mint.optim.AdamW calls it.
+    adamw: FusedOp = ops.auto_generate.AdamW()
+    norm: FusedOp = mint.norm
 
 
 def check_heads(heads: Heads) -> None:
@@ -288,6 +291,30 @@ class _Largest(nn.Cell):
         return mint.topk(x, self.count, 1)
 
 
+class _AdamW(nn.Cell):
+    def __init__(
+        self, adamw: FusedOp, beta1: float, beta2: float, eps: float, weight_decay: float
+    ) -> None:
+        super().__init__()
+        self.adamw, self.numbers = adamw, (beta1, beta2, weight_decay, eps)
+
+    def construct(
+        self, weight: Any, gradient: Any, first: Any, second: Any, lr: Any, before: Any
+    ) -> Any:
+        # The third moment is of AMSGrad, which is off.
+        return self.adamw(weight, first, second, second, gradient, before, lr, *self.numbers)
+
+
+class _Squares(nn.Cell):
+    def __init__(self, norm: FusedOp) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def construct(self, x: Any) -> Any:
+        norm = self.norm(x)
+        return norm * norm
+
+
 class AscendKernels(Kernels):
     """`attention_dtype` is what attention computes in, None for plain attention in float32; `ops` is for tests."""
 
@@ -340,3 +367,13 @@ class AscendKernels(Kernels):
         if self._dtype is None:
             return super().cached_attention(heads, keys, values, read)
         return FlashCachedAttention(heads, self._ops, self._dtype, keys, values, read)
+
+    def adamw_cell(self, beta1: float, beta2: float, eps: float, weight_decay: float) -> nn.Cell:
+        return _AdamW(self._ops.adamw, beta1, beta2, eps, weight_decay)
+
+    def adamw_inputs(self, numbers: AdamWNumbers) -> Sequence[Any]:
+        # aclnnApplyAdamWV2 counts the steps before this one.
+        return ms.mutable(float(numbers.lr)), Tensor([numbers.count - 1], ms.float32)
+
+    def squares(self) -> nn.Cell:
+        return _Squares(self._ops.norm)

@@ -7,7 +7,7 @@ communicates: sums over ranks are the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +51,12 @@ class Kernels:
 
     def leave(self, names: Iterable[str]) -> None:
         """Computes the methods `names` as this class defines them from now on, without this object's own kernels."""
-        # Masks and angles are for the attention that they are made for.
-        inputs = {"attention": "rope_and_mask", "cached_attention": "cached_angles"}
+        # Masks, angles and numbers are for the cell that they are made for.
+        inputs = {
+            "attention": "rope_and_mask",
+            "cached_attention": "cached_angles",
+            "adamw_cell": "adamw_inputs",
+        }
         for name in names:
             for method in (name, inputs.get(name, name)):
                 setattr(self, method, MethodType(getattr(Kernels, method), self))
@@ -159,6 +163,22 @@ class Kernels:
     ) -> None:
         """Updates float32 [n] arrays in place, between graphs; the gradient is zero afterwards."""
         mindspore_ops.adamw(weight, gradient, first, second, numbers)
+
+    def adamw_cell(self, beta1: float, beta2: float, eps: float, weight_decay: float) -> nn.Cell:
+        """Makes a cell: (weight, gradient, first, second, *adamw_inputs) -> anything, which is there afterwards.
+
+        Updates the float32 parameters `weight`, `first` and `second` in place (arXiv:1711.05101); the gradient is a
+        tensor of their shape, and stays.
+        """
+        return mindspore_ops.AdamW(beta1, beta2, weight_decay)
+
+    def adamw_inputs(self, numbers: AdamWNumbers) -> Sequence[Any]:
+        """Returns what every `adamw_cell` takes of a step: inputs of a graph, which is compiled once for all steps."""
+        return mindspore_ops.adamw_inputs(numbers)
+
+    def squares(self) -> nn.Cell:
+        """Makes a cell: float32 x [...] -> the sum of its squares []."""
+        return mindspore_ops.Squares()
 
     def square_sum(self, array: np.ndarray) -> float:
         """Returns the float64 sum of a float32 array's squares."""

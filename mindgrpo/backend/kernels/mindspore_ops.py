@@ -363,6 +363,46 @@ def adamw(
         gradient[piece] = 0.0
 
 
+class AdamW(nn.Cell):
+    """Adam's kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected."""
+
+    def __init__(self, beta1: float, beta2: float, weight_decay: float) -> None:
+        super().__init__()
+        self.decays = weight_decay > 0
+        self.beta1, self.beta2 = Tensor(beta1, ms.float32), Tensor(beta2, ms.float32)
+        self.adam = ops.Adam()
+
+    def construct(
+        self,
+        weight: Any,
+        gradient: Any,
+        first: Any,
+        second: Any,
+        lr: Any,
+        power1: Any,
+        power2: Any,
+        eps: Any,
+        keep: Any,
+    ) -> Any:
+        if self.decays:
+            gradient = ops.depend(gradient, ops.assign(weight, weight * keep))
+        betas = self.beta1, self.beta2
+        return self.adam(weight, first, second, power1, power2, lr, *betas, eps, gradient)
+
+
+def adamw_inputs(numbers: AdamWNumbers) -> list[Any]:
+    """Returns the learning rate, both powers of the betas, the corrected eps, and what decay leaves of a weight."""
+    power1, power2 = numbers.beta1**numbers.count, numbers.beta2**numbers.count
+    eps = numbers.eps * float(np.sqrt(1.0 - power2))
+    kept = 1.0 - numbers.lr * numbers.weight_decay
+    return [Tensor(number, ms.float32) for number in (numbers.lr, power1, power2, eps, kept)]
+
+
+class Squares(nn.Cell):
+    def construct(self, x: Any) -> Any:
+        return (x * x).sum()
+
+
 class LinearLogProbStats(nn.Cell):
     """(x [M, H], table [V, H], labels [M]) -> stats [M, 4], by `kernels`' own products and stats of `rows` rows."""
 

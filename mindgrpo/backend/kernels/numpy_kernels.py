@@ -12,7 +12,7 @@ import mindspore as ms
 import numpy as np
 
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.shapes import NEVER, Activation, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import NEVER, Activation, AdamWNumbers, Heads, Vocabulary
 
 Array = np.ndarray
 Function = Callable[..., Any]
@@ -141,6 +141,23 @@ class NumpyKernels(Kernels):
             return np.take_along_axis(x, columns, 1), columns
 
         return largest
+
+    def adamw_cell(self, beta1: float, beta2: float, eps: float, weight_decay: float) -> Any:
+        def updated(*inputs: Any) -> tuple[Array, ...]:
+            weight, gradient, first, second, count, lr = inputs
+            first = beta1 * first + (1 - beta1) * gradient
+            second = beta2 * second + (1 - beta2) * gradient**2
+            root = np.sqrt(second / (1 - beta2**count)) + eps
+            step = first / (1 - beta1**count) / root + weight_decay * weight
+            return weight - lr * step, first, second
+
+        return updated
+
+    def adamw_inputs(self, numbers: AdamWNumbers) -> Any:
+        return numbers.count, numbers.lr
+
+    def squares(self) -> Any:
+        return lambda x: (x * x).sum()
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> Any:
         def stats(logits: Array, labels: Array) -> Array:

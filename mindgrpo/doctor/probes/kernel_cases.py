@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
-from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import NEVER, AdamWNumbers, Heads, Vocabulary
 
 COUNT, PROMPT, SEGMENTS = 1 << 16, 6, 256
 # Those of rollout/noise.py and weights/checksum.py, or like them.
@@ -301,6 +301,42 @@ def _cached(name: str, sizes: Sizes, dtype: Dtype, part: int, **others: Any) -> 
     return Case(name, "cached_attention", make, inputs, 1)
 
 
+# -- the optimizer ------------------------------------------------------------------------------------------------
+
+
+class _OfParameters(nn.Cell):
+    """(weight, gradient, first, second, inputs of a step) -> the three that the step updates."""
+
+    def __init__(self, update: nn.Cell, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.update = update
+        named = ("weight", "first", "second")
+        self.updated = ParameterTuple(
+            [Parameter(Tensor(np.zeros(shape, np.float32)), n) for n in named]
+        )
+
+    def construct(self, weight: Any, gradient: Any, first: Any, second: Any, *step: Any) -> Any:
+        own = self.updated
+        for i, value in enumerate((weight, first, second)):
+            gradient = ops.depend(gradient, ops.assign(own[i], value))
+        done = self.update(own[0], gradient, own[1], own[2], *step)
+        return [ops.depend(one, done) + 0.0 for one in own]
+
+
+def _adamw(sizes: Sizes) -> Case:
+    """Makes a case of the third step of one matrix, whose second moment is not negative."""
+    shape = (sizes.hidden, sizes.inner)
+    weight, gradient, first, second = (_floats(*shape, seed=i) for i in range(4))
+    numbers = AdamWNumbers(1e-2, 0.9, 0.95, 1e-8, 0.1, 3, 1.0)
+
+    def make(kernels: Kernels) -> Callable[..., Any]:
+        cell = kernels.adamw_cell(numbers.beta1, numbers.beta2, numbers.eps, numbers.weight_decay)
+        made = _OfParameters(cell, shape) if isinstance(cell, nn.Cell) else cell
+        return lambda *inputs: made(*inputs, *kernels.adamw_inputs(numbers))
+
+    return Case("AdamW", "adamw_cell", make, [weight, gradient, first, second**2])
+
+
 # -- all ----------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +371,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         "embedding": (lambda k: k.embedding(100), [ids, table], 1, True),
         "exact_embedding": (lambda k: k.exact_embedding(100), [ids, table], 1, True),
         "pick": (lambda k: k.pick(), [picks, x], 1, True),
+        "squares": (lambda k: k.squares(), [x], 0, False),
         "largest": (lambda k: k.largest(20), [levels.astype(np.float32)], 0, False),
         "log_prob_stats": (lambda k: k.log_prob_stats(own), [logits, labels], 1, False),
         "log_prob_grad": (lambda k: k.log_prob_grad(own), [logits, labels, *numbers], 1, False),
@@ -348,6 +385,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         _packed("packed attention, biases", sizes, has_bias=True),
         _packed("packed attention, norms", sizes, norm_eps=1e-6),
         _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),
+        _adamw(sizes),
         _prefill(sizes, dtype),
         _cached("attention to the cache", sizes, dtype, 1, has_bias=True),
         _cached("attention to a part of the cache", sizes, dtype, 2, norm_eps=1e-6),
