@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 from mindspore import nn, ops
+from mindspore.ops.auto_generate import sum_ext
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs, SummedLayer
@@ -87,7 +88,7 @@ class PolicyLoss(nn.Cell):
                 terms = terms + self.beta * (ops.exp(gap) - gap - 1.0)
         if self.entropy_coef > 0:
             terms = terms - self.entropy_coef * ops.where(in_loss, entropy, zeros)
-        return (terms * weights).sum()
+        return sum_ext(terms * weights)
 
 
 @dataclass(frozen=True)
@@ -117,21 +118,26 @@ class Trained:
         return self.among(lambda key: key == table or key.startswith("model.norm."))
 
 
+def _add(unscaled: float, accumulator: Any, gradient: Any) -> Any:
+    gradient = gradient.astype(ms.float32)
+    if unscaled != 1.0:
+        gradient = gradient * unscaled
+    return ops.assign_add(accumulator, gradient)
+
+
 class _Add(nn.Cell):
     """(x, gradients) -> x, which waits until these have been added: then their memory is free for what follows."""
 
     def __init__(self, trained: Trained) -> None:
         super().__init__()
-        self.unscaled = 1.0 / trained.scale
         self.accumulators = ms.ParameterTuple(list(trained.accumulators.values()))
+        self.unscaled = 1.0 / trained.scale
+        self.map = ops.HyperMap()
 
     def construct(self, x: Any, gradients: Any) -> Any:
-        for i in range(len(self.accumulators)):
-            gradient = gradients[i].astype(ms.float32)
-            if self.unscaled != 1.0:
-                gradient = gradient * self.unscaled
-            x = ops.depend(x, ops.assign_add(self.accumulators[i], gradient))
-        return x
+        return ops.depend(
+            x, self.map(ops.partial(_add, self.unscaled), self.accumulators, gradients)
+        )
 
 
 class _LayerBackward(nn.Cell):
