@@ -35,7 +35,7 @@ from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
 from mindgrpo.training.gradient_sync import DeviceGradientSync
 from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell, _RoundCell
 from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
-from mindgrpo.weights.checksum import sums_of_columns
+from mindgrpo.weights.checksum import _SumsOfColumns
 from mindgrpo.weights.local_weights import Weights
 
 TOKENS, PICKS, SLOTS, LENGTH, DIM = 256, 64, 4, 320, 16
@@ -239,13 +239,9 @@ def rounded_weights(device: Backend, layers: int) -> Any:
     return _RoundCell(*pairs)(Tensor(0.5, ms.float32))
 
 
-class _ColumnSums(nn.Cell):
-    def construct(self, bits: Any, factors: Any) -> Any:
-        return sums_of_columns(bits, factors)
-
-
 def checksum(device: Backend, layers: int) -> Any:
-    return _ColumnSums()(zeros(TOKENS, DIM), zeros(TOKENS, 1))
+    bits = zeros(TOKENS, DIM), zeros(TOKENS, DIM, dtype=np.int16)
+    return _SumsOfColumns()(*bits, zeros(TOKENS, 1), zeros(TOKENS, 1))
 
 
 GRAPHS = (

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn
 from small_generators import (
     CONFIG,
     LAYOUT,
@@ -44,7 +44,7 @@ from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import mix
 from mindgrpo.weights import checksum
-from mindgrpo.weights.checksum import device_sums, host_sums
+from mindgrpo.weights.checksum import PartSums, host_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -268,19 +268,18 @@ def test_a_reshard_on_one_rank_keeps_every_bit(device: Backend) -> None:
 def test_sums_of_weights_are_those_that_the_host_computes(
     device: Backend, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, shifts = Weights(LAYOUT, 0, device, dtype=dtype), []
+    weights, sums, copied = Weights(LAYOUT, 0, device, dtype=dtype), PartSums(device), []
     fill_random(weights, seed=4)
-    monkeypatch.setattr(ops, "bitwise_right_shift", lambda *x: shifts.append(x))
-    expected, read, copied = host_sums(weights), Tensor.asnumpy, []
+    expected, read = host_sums(weights), Tensor.asnumpy
+    assert sums.of(weights) == expected
+    compiled = len(device.compile_log.entries)
     monkeypatch.setattr(Tensor, "asnumpy", lambda x: copied.append(x) or read(x))
-    assert device_sums(weights) == expected
-    assert len(copied) == 1
-    # NPUs compute it on their AI CPU.
-    assert shifts == []
+    assert sums.of(weights) == expected
+    assert len(copied) == 1 and len(device.compile_log.entries) == compiled
     monkeypatch.setattr(checksum, "DEVICE_ELEMENTS", 700)
-    assert device_sums(weights) == expected
+    assert PartSums(device).of(weights) == expected
     outside = LAYOUT.mesh.size
-    assert device_sums(Weights(LAYOUT, outside, device, dtype=dtype)) == {}
+    assert PartSums(device).of(Weights(LAYOUT, outside, device, dtype=dtype)) == {}
 
 
 def test_adapters_are_merged_and_references_mixed_as_on_the_host(

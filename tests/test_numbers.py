@@ -17,7 +17,7 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.weights.checksum import MODULUS, box_sum, part_sums, total_sums
+from mindgrpo.weights.checksum import MODULUS, box_sum, host_sums, total_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -140,7 +140,7 @@ def weights_of(degrees: tuple[int, int, int], seed: int = 5) -> list[Weights]:
 
 
 def sums(ranks: list[Weights]) -> tuple[dict[str, int], dict[str, list[int]]]:
-    return total_sums(ranks[0].layout, [part_sums(weights) for weights in ranks], MODULUS)
+    return total_sums(ranks[0].layout, [host_sums(weights) for weights in ranks], MODULUS)
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS)
@@ -167,13 +167,13 @@ def test_one_changed_bit_changes_one_sum(degrees: tuple[int, int, int]) -> None:
 def test_rows_or_columns_that_changed_places_change_the_sum() -> None:
     (weights,) = weights_of((1, 1, 1))
     name = "model.layers.0.mlp.down_proj.weight"
-    before = part_sums(weights)[name]
+    before = host_sums(weights)[name]
     part = weights.arrays.hf_views[name]
     part[[0, 1]] = part[[1, 0]]
-    swapped = part_sums(weights)[name]
+    swapped = host_sums(weights)[name]
     part[[0, 1]] = part[[1, 0]]
     part[:, [0, 1]] = part[:, [1, 0]]
-    assert len({before, swapped, part_sums(weights)[name]}) == 3
+    assert len({before, swapped, host_sums(weights)[name]}) == 3
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -23,7 +23,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import checksum
 from mindgrpo.rollout.vllm.engine import WeightBucket
 from mindgrpo.weight_sync.stream import TensorStream, groups_of
-from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
+from mindgrpo.weights.checksum import MODULUS, host_sums, total_sums
 from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -93,7 +93,7 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, 
     stream = TensorStream(source, None, owners, backend, sink)
     assert not stream.has_sums
     traffic = stream.run(keeps_sums=True)
-    policy, _ = total_sums(source.layout, backend.world.gather_objects(part_sums(source)), MODULUS)
+    policy, _ = total_sums(source.layout, backend.world.gather_objects(host_sums(source)), MODULUS)
     received, wrong = total_sums(owners, backend.world.gather_objects(stream.sums()), MODULUS)
     assert policy == received and not wrong
     return sink.tensors, sink.groups, traffic.bytes_received

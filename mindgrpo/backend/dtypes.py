@@ -57,7 +57,8 @@ def device_bits(tensor: Any) -> Any:
     """Returns the same memory of a device as integers, int32 or int16."""
     import mindspore as ms
 
-    return tensor.view(ms.int32 if tensor.itemsize == 4 else ms.int16)
+    kind = ms.int32 if tensor.itemsize == 4 else ms.int16
+    return tensor if tensor.dtype == kind else tensor.view(kind)
 
 
 def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:

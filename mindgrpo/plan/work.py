@@ -105,9 +105,9 @@ FUSED = GraphCounts(
     optimizer_bytes=50.0,
     # Three numbers that go in, and two that come out.
     optimizer_calls=5.0,
-    sync_calls=1.6,
+    sync_calls=1.3,
     sync_bytes=2.0,
-    checked_calls=7.0,
+    checked_calls=1.1,
     checked_bytes=26.0,
     slow_checks=0.0,
 )

@@ -22,7 +22,7 @@ from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, Ranks
 from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
-from mindgrpo.weights.checksum import MODULUS, part_sums, total_sums
+from mindgrpo.weights.checksum import MODULUS, PartSums, total_sums
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import check_tensors, fill
 
@@ -50,7 +50,7 @@ class WeightTransfer(Protocol):
         """Returns whether `sums` can be called: for weights that were handed on, only where the last run kept them."""
 
     def sums(self) -> dict[str, int]:
-        """Returns weights/checksum.py's `part_sums` of the receiver's weights on this rank."""
+        """Returns weights/checksum.py's sums of the receiver's weights on this rank."""
 
 
 class WeightsDiffer(RuntimeError):
@@ -71,6 +71,7 @@ class WeightCheck:
 
     def __init__(self, backend: Backend, interval: int | None, adapted: frozenset[str]) -> None:
         self._backend, self._interval, self._adapted = backend, interval, adapted
+        self._sums = PartSums(backend)
         self._kept: _Kept | None = None
         self.is_due = False
 
@@ -87,9 +88,11 @@ class WeightCheck:
         """Keeps sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
         if self.lacks(version):
             first, *others = policy
-            self._kept = _Kept(version, self._totals(first.layout, part_sums(first), "policy's"))
+            self._kept = _Kept(
+                version, self._totals(first.layout, self._sums.of(first), "policy's")
+            )
             for weights in others:
-                self._totals(weights.layout, part_sums(weights), "policy's")
+                self._totals(weights.layout, self._sums.of(weights), "policy's")
 
     def check(self, received: WeightTransfer, version: int) -> None:
         """Compares what the generator has received with the policy's weights of `version`; all ranks together."""
@@ -145,7 +148,7 @@ class WeightSyncer:
         plan: Plan | None = None,
     ) -> None:
         self._target, self._adapters, self._backend = target, adapters, backend
-        self.layout = target.layout
+        self.layout, self._sums = target.layout, PartSums(backend)
         plan = plan or plan_reshard(source.layout, target.layout, source.pool.itemsize)
         self._base = Resharder(plan, source, target, backend)
         self.copies: list[Pool] = []
@@ -166,7 +169,7 @@ class WeightSyncer:
         return traffic + more
 
     def sums(self) -> dict[str, int]:
-        return part_sums(self._target)
+        return self._sums.of(self._target)
 
 
 def mix(old: Weights, new: Weights, share: float) -> None:

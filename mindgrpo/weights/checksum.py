@@ -6,18 +6,21 @@ were exchanged change the sum as well. Computed where the weights are: on the ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Hashable, Sequence
 from functools import lru_cache, reduce
+from itertools import chain
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
+from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import bits_of, device_bits
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.local_weights import FusedTensor, Weights
 
 # So that they stay in a core's cache.
 ELEMENTS_AT_ONCE = 1 << 18
@@ -25,11 +28,6 @@ ELEMENTS_AT_ONCE = 1 << 18
 DEVICE_ELEMENTS = 1 << 25
 MODULUS = 1 << 32
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def part_sums(weights: Weights) -> dict[str, int]:
-    """Returns the sum of this rank's slice of each parameter, computed where the weights are."""
-    return host_sums(weights) if weights.pool.is_host_memory else device_sums(weights)
 
 
 def host_sums(weights: Weights) -> dict[str, int]:
@@ -64,33 +62,54 @@ def box_sum(part: np.ndarray, box: Box) -> int:
     return total % MODULUS
 
 
-def device_sums(weights: Weights) -> dict[str, int]:
-    """Returns what `box_sum` gives for this rank's parameters.
+class PartSums:
+    """Sums the weights of one rank, again and again, where they are: on a device in a graph for the tensors of a layer.
 
-    The device adds up each column of each stored tensor; the columns' sums are copied in one piece.
+    It is compiled once for layers of the same shapes, and what it takes of a shape stays on the device.
     """
-    columns, where = [], []
+
+    def __init__(self, backend: Backend) -> None:
+        self._graph = backend.graph(_SumsOfColumns(), "checksum")
+        self._factors: dict[Hashable, Any] = {}
+
+    def of(self, weights: Weights) -> dict[str, int]:
+        """Returns the sum of this rank's slice of each parameter: `box_sum` of it."""
+        if weights.pool.is_host_memory:
+            return host_sums(weights)
+        columns = [self._columns_of(weights, layer) for layer in layers_of(weights)]
+        if not columns:
+            return {}
+        # In one piece to the host.
+        sums = ops.concat(columns).asnumpy().astype(np.uint32)
+        return _sums_of_parameters(weights, sums)
+
+    def _columns_of(self, weights: Weights, layer: Sequence[FusedTensor]) -> Any:
+        bits = [device_bits(weights.parameters[entry.key]) for entry in layer]
+        return self._graph(*bits, *(self._factors_of(weights, entry) for entry in layer))
+
+    def _factors_of(self, weights: Weights, entry: FusedTensor) -> Any:
+        spec = next(spec for spec in entry.specs if spec.name in weights.boxes)
+        box = weights.boxes[spec.name]
+        key = box, spec.transposed, entry.shape
+        if key not in self._factors:
+            rows = _row_factors(spec, box, entry.shape)
+            self._factors[key] = Tensor(rows.view(np.int32)[:, None])
+        return self._factors[key]
+
+
+def layers_of(weights: Weights) -> list[list[FusedTensor]]:
+    """Returns the tensors that this rank has a part of, layer by layer, and the others together."""
+    layers: dict[str, list[FusedTensor]] = {}
     for entry in weights.fused:
-        specs = [spec for spec in entry.specs if spec.name in weights.boxes]
-        if not specs:
-            continue
-        bits = device_bits(weights.parameters[entry.key]).reshape(-1, entry.shape[-1])
-        rows = _row_factors(specs[0], weights.boxes[specs[0].name], entry.shape)
-        at_once = max(1, DEVICE_ELEMENTS // entry.shape[-1])
-        for start in range(0, len(rows), at_once):
-            block = slice(start, start + at_once)
-            factors = Tensor(rows[block].view(np.int32)[:, None])
-            own = bits if len(factors) == len(rows) else bits[block]
-            columns.append(sums_of_columns(own, factors))
-            where.append((entry.shape[-1], specs))
-    if not columns:
-        return {}
-    return _sums_of_parameters(weights, ops.concat(columns).asnumpy().astype(np.uint32), where)
+        if any(spec.name in weights.boxes for spec in entry.specs):
+            number = re.search(r"\.\d+\.", entry.key)
+            layers.setdefault(number[0] if number else "", []).append(entry)
+    return list(layers.values())
 
 
 def sum_bytes(largest: int) -> int:
-    """Returns the bytes that `device_sums` takes for a tensor of `largest` elements: bits, mixed, and products."""
-    return 4 * 3 * min(largest, DEVICE_ELEMENTS)
+    """Returns the bytes of the copies for a tensor of `largest` elements: own bits, those mixed, and products."""
+    return 4 * 4 * min(largest, DEVICE_ELEMENTS)
 
 
 def _row_factors(spec: ParameterSpec, box: Box, shape: Sequence[int]) -> np.ndarray:
@@ -101,19 +120,44 @@ def _row_factors(spec: ParameterSpec, box: Box, shape: Sequence[int]) -> np.ndar
     return room.ravel()
 
 
-def _sums_of_parameters(
-    weights: Weights, columns: np.ndarray, where: Sequence[tuple[int, Sequence[ParameterSpec]]]
-) -> dict[str, int]:
-    """Returns the parameters' sums. `where` has the width of each run of `columns` and the parameters in it."""
+def _sums_of_parameters(weights: Weights, columns: np.ndarray) -> dict[str, int]:
+    """Returns the parameters' sums; `columns` are those of `layers_of`, one after the other."""
     sums = dict.fromkeys(weights.names, 0)
     first = 0
-    for width, specs in where:
-        for spec in specs:
-            own = columns[first : first + width][weights.region(spec.name).slices[-1]]
-            factors = spec.as_stored(_factors(weights.boxes[spec.name]))[-1]
-            sums[spec.name] += int((own * factors).sum(dtype=np.uint32))
+    for entry in chain(*layers_of(weights)):
+        width = entry.shape[-1]
+        for spec in entry.specs:
+            if spec.name in weights.boxes:
+                own = columns[first : first + width][weights.region(spec.name).slices[-1]]
+                factors = spec.as_stored(_factors(weights.boxes[spec.name]))[-1]
+                sums[spec.name] = int((own * factors).sum(dtype=np.uint32))
         first += width
-    return {name: total % MODULUS for name, total in sums.items()}
+    return sums
+
+
+class _SumsOfColumns(nn.Cell):
+    """Bits of tensors [..., n], then integers [rows, 1] for the rows of each -> integers, n for each tensor."""
+
+    def construct(self, *both: Any) -> Any:
+        count = len(both) // 2
+        made: list[Any] = []
+        for i in range(count):
+            width = both[i].shape[-1]
+            bits, factors = both[i].reshape(-1, width), both[count + i]
+            at_once = max(1, DEVICE_ELEMENTS // width)
+            if made:
+                # One after the other, as each takes copies of its own.
+                bits = ops.depend(bits, made[-1])
+            if bits.shape[0] <= at_once:
+                made.append(sums_of_columns(bits, factors))
+                continue
+            total = sums_of_columns(bits[:at_once], factors[:at_once])
+            for start in range(at_once, bits.shape[0], at_once):
+                stop = start + at_once
+                own = ops.depend(bits[start:stop], total)
+                total = total + sums_of_columns(own, factors[start:stop])
+            made.append(total)
+        return ops.concat(made)
 
 
 def sums_of_columns(bits: Any, factors: Any) -> Any:
@@ -158,7 +202,7 @@ def total_sums(
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
     """Returns each parameter's complete sum, and the ranks whose copy differs from the first holder's, by parameter.
 
-    `by_rank[i]` are rank i's `part_sums` of `layout`. Of ranks that hold the same box one is counted.
+    `by_rank[i]` are rank i's of `layout`. Of ranks that hold the same box one is counted.
     """
     totals: dict[str, int] = {}
     wrong: dict[str, list[int]] = {}

@@ -2,8 +2,8 @@
 
 sync_calls.py [--model_config M.yaml] [--train dp,mp,pp --infer dp,mp] [--bucket 256] prints one JSON line, by default
 of Qwen2.5-7B in bfloat16 from DP1/MP4/PP2 to DP2/MP4. The run's own code moves tensors of a shape and no memory. A
-call is one of MindSpore's operations on the device outside of graphs, views included. `bytes` are those that are read
-and written in the device's memory.
+call is one of MindSpore's operations on the device outside of graphs, views included; `checks` are those of the sums
+by which both sides are compared. `bytes` are those that are read and written in the device's memory.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import DeviceRounds
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
+from mindgrpo.weights.checksum import layers_of
 from mindgrpo.weights.local_weights import Weights
 
 QWEN2_5_7B = "model_configs/qwen_grpo/qwen2_5_7b/finetune_qwen2_5_7b.yaml"
@@ -37,8 +38,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 class CountedTensor:
     """Has a shape; counts what would be done with it."""
 
-    def __init__(self, shape: Sequence[int], itemsize: int, counts: Counter[str]) -> None:
-        self.shape, self.itemsize, self._counts = tuple(shape), itemsize, counts
+    def __init__(
+        self, shape: Sequence[int], itemsize: int, counts: Counter[str], dtype: Any = None
+    ) -> None:
+        self.shape, self.itemsize, self.dtype = tuple(shape), itemsize, dtype
+        self._counts = counts
 
     @property
     def num_bytes(self) -> int:
@@ -48,11 +52,11 @@ class CountedTensor:
         self._counts["views"] += 1
         # Of no bytes that anything is read from.
         shape = np.broadcast_to(np.empty(()), self.shape)[slices].shape
-        return CountedTensor(shape, self.itemsize, self._counts)
+        return CountedTensor(shape, self.itemsize, self._counts, self.dtype)
 
     def view(self, dtype: Any) -> CountedTensor:
         self._counts["views"] += 1
-        return self
+        return CountedTensor(self.shape, self.itemsize, self._counts, dtype)
 
     def __setitem__(self, slices: Any, values: CountedTensor) -> None:
         self[slices].copy_(values)
@@ -129,7 +133,14 @@ def counts_of(plan: Plan, rank: int, bucket_bytes: int) -> Counter[str]:
     backend.counts["extra_bytes"] = moving.extra_bytes
     called = ("views", "copies", "exchanges", "synchronisations")
     backend.counts["calls"] = sum(backend.counts[kind] for kind in called)
+    backend.counts["checks"] = calls_of_sums(source) + calls_of_sums(target)
     return backend.counts
+
+
+def calls_of_sums(weights: Weights) -> int:
+    """Counts a view of each tensor, a graph for those of a layer, and what brings all sums to the host."""
+    layers = layers_of(weights)
+    return sum(len(layer) + 1 for layer in layers) + 2
 
 
 def figures(model: DecoderConfig, train: Mesh, infer: Mesh, bucket_bytes: int) -> dict[str, Any]:
