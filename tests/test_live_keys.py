@@ -102,6 +102,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "context.save_graphs_path": str(folder / "graphs"),
             "context.max_device_memory": "1GB",
             "context.ascend_config.precision_mode": "must_keep_origin_dtype",
+            "context.ascend_config.kernel_launch_capture": "true",
         },
     )
 
@@ -184,7 +185,8 @@ def test_phases_are_timed_on_the_console_where_asked(plain: Run, keyed: Run) -> 
 
 
 def test_what_is_asked_for_and_not_there_is_told_in_one_line(plain: Run, keyed: Run) -> None:
-    assert keyed.said.count("profile_with_npu has no effect on this device") == 1
+    for key in ("profile_with_npu", "kernel_launch_capture"):
+        assert keyed.said.count(f"{key} has no effect on this device") == 1
     dumped = (keyed.folder / "dump/configurations.json").is_file()
     assert dumped != (keyed.said.count("msprobe_config.msprobe asks for msprobe") == 1)
     assert "precision_mode" not in keyed.said, "the host's processors keep to it anyway"

@@ -25,7 +25,7 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.plan import layouts
 from mindgrpo.plan.memory import most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
-from mindgrpo.plan.seconds import Rates, Roofline, SampleCounts, mean_read, speeds_of
+from mindgrpo.plan.seconds import Rates, Roofline, SampleCounts, mean_read, prompt_calls, speeds_of
 from mindgrpo.plan.work import FUSED, NATIVE, LayerWork, Passes
 from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
@@ -269,3 +269,17 @@ def test_caches_are_read_to_the_least_length_that_has_the_longest_sample() -> No
     # 100 tokens of prompt: 413 tokens, 512 and 75 more, then 200 while others end.
     read = (413 * 512 + 512 * 1024 + (75 + 200) * 2048) / 1200
     assert mean_read(2048, 100, 1000, 1200) == pytest.approx(read)
+
+
+def test_prompts_come_together_where_they_are_short() -> None:
+    """Eight prompts in four slots of their groups: half a call each at first, then as slots are free."""
+    assert [prompt_calls(8, 4, at_once) for at_once in (1, 2, 4)] == [8, 6, 5]
+    assert prompt_calls(1, 4, 4) == 1
+    short = ("--generate_config.max_prompt_length", "256")
+
+    def rollout(plan: RunPlan) -> tuple[float, float]:
+        work = next(p for p in Roofline(plan).step().phases if p.phase == "rollout").work
+        return work.kernels, plan.cache_config.prompts_at_once
+
+    (kernels, at_once), (others, one) = rollout(planned(*short)), rollout(planned())
+    assert at_once > 1 == one and kernels < others

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.backend import targets
-from mindgrpo.backend.connect import RuntimeSettings, apply
+from mindgrpo.backend.connect import RuntimeSettings, _capture_launches, apply
 from mindgrpo.backend.targets import Target, choose_target
 from mindgrpo.errors import UserError
 
@@ -54,3 +54,12 @@ def test_ascend_without_its_libraries_is_one_sentence_that_names_the_cure() -> N
     message = str(caught.value)
     assert "context.device_target is 'Ascend'" in message and "CANN" in message
     assert "\n" not in message
+
+
+def test_launches_are_captured_where_a_device_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mindspore as ms
+
+    captured: list[bool] = []
+    monkeypatch.setattr(ms.runtime, "set_kernel_launch_capture", captured.append)
+    assert "has no effect" in _capture_launches("CPU")[0] and not captured
+    assert _capture_launches("Ascend") == [] and captured == [True]

@@ -82,6 +82,7 @@ class RuntimeSettings:
     memory_optimize_level: str | None = None
     max_device_bytes: int | None = None
     precision_mode: str | None = None
+    kernel_launch_capture: bool = False
     matmul_precision: MatmulPrecision = "highest"
     compute_dtype: Dtype = "float32"
     sums_in_float32: bool = False
@@ -115,6 +116,8 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
         slow = ["context.mode 1 compiles nothing: steps take many times as long as with mode 0"]
     if target == "CPU":
         slow += slow_products(settings.matmul_precision, environment, settings.compute_dtype)
+    if settings.kernel_launch_capture:
+        slow += _capture_launches(target)
     return slow + _set_precision(settings.precision_mode, target)
 
 
@@ -143,4 +146,15 @@ def _set_precision(mode: str | None, target: str) -> list[str]:
     import mindspore as ms
 
     ms.device_context.ascend.op_precision.precision_mode(mode)
+    return []
+
+
+def _capture_launches(target: str) -> list[str]:
+    """Has MindSpore capture the graphs whose phase is that of decoding (contract.PHASES)."""
+    if target == "CPU":
+        key = "context.ascend_config.kernel_launch_capture"
+        return [f"{key} has no effect on this device, which launches no kernels"]
+    import mindspore as ms
+
+    ms.runtime.set_kernel_launch_capture(True)
     return []

@@ -38,6 +38,9 @@ class JitConfig(Section):
 class AscendConfig(Section):
     precision_mode: PrecisionMode | None = None
     """precision mode of the accelerator's operators; null: MindSpore's default"""
+    kernel_launch_capture: bool = False
+    """launch the kernels of the graph that decodes as one, as MindSpore captured them in its first call
+    (mindspore.runtime.set_kernel_launch_capture). Has not been run on an accelerator"""
 
 
 class RooflineConfig(Section):

@@ -40,6 +40,7 @@ def runtime_settings(config: Config) -> RuntimeSettings:
         deterministic=config.rl_config.deterministic == "ON",
         jit_level=context.jit_config.jit_level,
         precision_mode=context.ascend_config.precision_mode,
+        kernel_launch_capture=context.ascend_config.kernel_launch_capture,
         matmul_precision=matmul_precision(config),
         compute_dtype=compute_dtype(config),
         sums_in_float32=context.reduce_dtype == "float32",

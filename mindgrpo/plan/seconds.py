@@ -400,11 +400,13 @@ class Roofline:
         active = own * samples.completion / steps if counts.is_serial else slots
         work = layers.decode(active, num_layers, cached, read) * steps
         work += Work(waits=counts.decode_waits * steps / max(1, counts.tokens_a_graph))
-        prompts = math.ceil(own / samples.group)
-        tokens = prompts * (cache.max_prompt if counts.whole_prompts else samples.prompt)
+        prompts, calls = math.ceil(own / samples.group), 1
+        tokens = prompts * samples.prompt
+        if counts.whole_prompts:
+            calls = prompt_calls(prompts, slots // samples.group, cache.prompts_at_once)
+            tokens = calls * cache.prompts_at_once * cache.max_prompt
         pairs = tokens * samples.prompt / 2
         prompt = layers.forward(Passes(tokens, 0, pairs), num_layers, False)
-        calls = prompts if counts.whole_prompts else 1
         work += prompt + Work(
             weights=prompt.weights * (calls - 1), kernels=calls * counts.prompt.of(num_layers)
         )
@@ -471,6 +473,12 @@ class Roofline:
             f"for {name}, prompts of {samples.prompt} tokens and completions of {samples.completion:.0f}, the longest "
             f"{samples.longest}: keys of context.roofline (docs/plan.md)"
         )
+
+
+def prompt_calls(prompts: int, first: int, at_once: int) -> int:
+    """Counts calls that bring prompts in: `at_once` of the `first` that find free slots, later ones by themselves."""
+    first = min(prompts, max(1, first))
+    return math.ceil(first / at_once) + prompts - first
 
 
 def mean_read(length: int, prompt: int, longest: int, steps: float) -> float:

@@ -44,8 +44,8 @@ class GraphCounts:
     `whole_mask`: attention computes every pair of a row's tokens, or half of them (`is_causal`) where the row is one
     sample. `whole_cache`: a decoded token reads the cache to its full length; `part_caches`: to the least of the
     generator's read_lengths that has all samples. `fits_rows`: rows are as long as their content needs.
-    `whole_prompts`: prompts are brought in one a call, padded to the longest. `is_serial`: the next kernel is launched
-    when the last one has ended.
+    `whole_prompts`: prompts are brought in padded to the longest, a fixed number a call. `is_serial`: the next kernel
+    is launched when the last one has ended.
     `tokens_a_graph`: tokens that one call of the decoding graph makes.
     `slow_a_logit`: elements of slow operations per logit that a token is drawn from. `decode_waits`: waits of the
     host a call of the decoding graph.
