@@ -144,6 +144,23 @@ def log_prob_stats_of(logits: np.ndarray, labels: np.ndarray, first: int, real: 
     return KernelCall("log_prob_stats", inputs, [filled(len(logits), 4)], [stats])
 
 
+def log_probs_of_stats(rng: np.random.Generator) -> KernelCall:
+    """Of a whole row, by the stats of its leaves."""
+    leaves = 2 ** int(rng.integers(0, 4))
+    logits = floats(rng, size(rng, 40), leaves * size(rng, 30))
+    labels = rng.integers(0, logits.shape[1], len(logits)).astype(np.int32)
+    stats = np.zeros((len(logits), 4 * leaves), np.float32)
+    sizes = np.array([0, logits.shape[1]], np.int32)
+    call_kernel("log_prob_stats", logits, labels, sizes, one(0.7), stats)
+    log_p = 0.7 * logits.astype(np.float64)
+    total = np.log(np.exp(log_p).sum(1))
+    log_p -= total[:, None]
+    expected = [log_p[np.arange(len(labels)), labels], -(np.exp(log_p) * log_p).sum(1), total]
+    return KernelCall(
+        "log_probs_of_stats", [stats], [filled(len(logits)) for _ in expected], expected
+    )
+
+
 def log_prob_grad(rng: np.random.Generator) -> KernelCall:
     logits, labels, sizes, scale = log_prob_stats(rng).inputs
     first, real = sizes
@@ -210,7 +227,7 @@ def attention_inputs(rng: np.random.Generator) -> list[np.ndarray]:
     bias = floats(rng, width) if rng.random() < 0.5 else one(0)
     norms = [floats(rng, dim), floats(rng, dim)] if rng.random() < 0.5 else [one(0), one(0)]
     sizes, numbers = (
-        np.array([kv * share, kv, dim], np.int32),
+        np.array([kv * share, kv, dim, 0], np.int32),
         np.array([EPS, dim**-0.5], np.float32),
     )
     qkv = floats(rng, rows * length, width)
@@ -228,7 +245,7 @@ def _rotated(heads: np.ndarray, norm: np.ndarray, angles: np.ndarray) -> np.ndar
 
 def mixed_by_numpy(inputs: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """(mixed [N, queries D], log-sum-exp [N, queries]), with a mask over each whole row."""
-    qkv, bias, q_norm, k_norm, positions, spans, rotary, (queries, kv, dim), numbers = inputs
+    qkv, bias, q_norm, k_norm, positions, spans, rotary, (queries, kv, dim, _), numbers = inputs
     rows, length = positions.shape
     heads = (qkv.astype(np.float64) + bias).reshape(rows * length, -1, dim)
     angles = rotary[positions.reshape(-1)][:, None]
@@ -266,51 +283,55 @@ def attention_grad(rng: np.random.Generator) -> KernelCall:
 def factors(
     rng: np.random.Generator, may_be_narrow: bool = True
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x [n, k], w [k, m], and of how many bfloat16 numbers they are sums: of three, as float32's.
+    """x [n, k], w [k, m], and their summation: of how many bfloat16 numbers they are sums (of three, as float32's), and
+    in how many leaves k is summed.
 
     Where it may be narrow, w is bfloat16 in half of the calls.
     """
-    n, k, m = size(rng, 80), size(rng, 70), size(rng, 300)
+    leaves = 2 ** int(rng.integers(0, 4))
+    n, k, m = size(rng, 80), leaves * size(rng, 9), size(rng, 300)
     x, w = floats(rng, n, k), floats(rng, k, m)
     if may_be_narrow and rng.random() < 0.5:
         w = w.astype(numpy_dtype("bfloat16"))
-    return x, w, np.array([3], np.int32)
+    return x, w, np.array([3, leaves], np.int32)
 
 
-def bf16_product(rng: np.random.Generator) -> KernelCall:
-    x, w, parts = factors(rng)
+def product(rng: np.random.Generator) -> KernelCall:
+    x, w, summation = factors(rng)
     exact = x.astype(np.float64) @ w.astype(np.float32)
-    return KernelCall("bf16_product", [x, w, parts], [filled(*exact.shape)], [exact])
+    if w.dtype == np.float32 and rng.random() < 0.5:
+        summation[0] = 0  # in float32
+    return KernelCall("product", [x, w, summation], [filled(*exact.shape)], [exact])
 
 
-def bf16_product_turned(rng: np.random.Generator) -> KernelCall:
-    x, w, parts = factors(rng)
+def product_turned(rng: np.random.Generator) -> KernelCall:
+    x, w, summation = factors(rng)
     exact = x.astype(np.float64) @ w.astype(np.float32)
     turned = np.ascontiguousarray(w.T)
-    return KernelCall("bf16_product_turned", [x, turned, parts], [filled(*exact.shape)], [exact])
+    return KernelCall("product_turned", [x, turned, summation], [filled(*exact.shape)], [exact])
 
 
-def bf16_product_gradient(rng: np.random.Generator) -> KernelCall:
-    x, w, parts = factors(rng, may_be_narrow=False)
+def product_gradient(rng: np.random.Generator) -> KernelCall:
+    x, w, summation = factors(rng, may_be_narrow=False)
     exact = x.astype(np.float64) @ w
     turned = np.ascontiguousarray(x.T)
-    return KernelCall("bf16_product_gradient", [turned, w, parts], [filled(*exact.shape)], [exact])
+    return KernelCall("product_gradient", [turned, w, summation], [filled(*exact.shape)], [exact])
 
 
-def bf16_pack(rng: np.random.Generator) -> KernelCall:
+def product_pack(rng: np.random.Generator) -> KernelCall:
     """What is packed is compared by the generator's tests."""
-    _, w, parts = factors(rng)
-    room = np.zeros(packed_bytes(*w.shape, 3), np.uint8)
-    return KernelCall("bf16_pack", [w, parts], [room])
+    _, w, summation = factors(rng)
+    room = np.zeros(packed_bytes(*w.shape, *summation.tolist()), np.uint8)
+    return KernelCall("product_pack", [w, summation], [room])
 
 
 def linear_log_prob_stats(rng: np.random.Generator) -> KernelCall:
     """log_prob_stats of a product; the second factor, turned, is the table."""
-    x, w, parts = factors(rng)
+    x, w, (num_parts, _) = factors(rng)
     logits = (x.astype(np.float64) @ w.astype(np.float32)).astype(np.float32)
     labels = rng.integers(-5, 310, len(x)).astype(np.int32)
     made = log_prob_stats_of(logits, labels, size(rng, 9), int(rng.integers(0, w.shape[1] + 1)))
-    inputs = [x, np.ascontiguousarray(w.T), *made.inputs[1:], parts]
+    inputs = [x, np.ascontiguousarray(w.T), *made.inputs[1:], one(num_parts, np.int32)]
     return KernelCall("linear_log_prob_stats", inputs, made.outputs, made.expected)
 
 
@@ -325,10 +346,10 @@ def linear_log_prob_grad(rng: np.random.Generator) -> KernelCall:
 
 # Kernels that call oneDNN, which not every processor lets do so.
 PRODUCTS = (
-    bf16_product,
-    bf16_product_turned,
-    bf16_product_gradient,
-    bf16_pack,
+    product,
+    product_turned,
+    product_gradient,
+    product_pack,
     linear_log_prob_stats,
     linear_log_prob_grad,
 )
@@ -348,6 +369,7 @@ CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         square_sums,
         attention,
         attention_grad,
+        log_probs_of_stats,
         *(PRODUCTS if has_bfloat16() else ()),
     )
 }

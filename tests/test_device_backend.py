@@ -298,7 +298,7 @@ def test_adapters_are_merged_and_references_mixed_as_on_the_host(
             for part in memory.hf_views.values():
                 part += 0.01
         counted = backend.host_device_bytes
-        merge(weights, adapters, lora)
+        merge(weights, adapters, lora, backend.kernels)
         mix(weights, other, 0.3)
         backend.synchronize()
         assert backend.host_device_bytes == counted

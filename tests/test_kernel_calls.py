@@ -48,7 +48,8 @@ def wrong_calls(arrays: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
     yield arrays[:-1]
     yield [*arrays, one(0)]
     for index, array in enumerate(arrays):
-        other = np.int32 if array.dtype == np.float32 else np.float32
+        # Some tensors may be either of the two kinds of floats.
+        other = np.int32 if array.dtype.name in ("float32", "bfloat16") else np.float32
         for wrong in (array.astype(other), array[None]):
             yield [*arrays[:index], wrong, *arrays[index + 1 :]]
 
@@ -95,7 +96,7 @@ def test_a_refusal_names_the_tensor_its_shape_and_the_declared_one() -> None:
 def test_a_position_without_a_rotary_angle_is_refused(position: int) -> None:
     arrays = [*attention_inputs(default_rng(3))]
     rows, length = arrays[4].shape
-    queries, _, dim = arrays[7]
+    queries, _, dim, _ = arrays[7]
     arrays[6] = np.zeros((5, 2 * dim), np.float32)
     arrays[4] = np.zeros_like(arrays[4])
     arrays[4][0, -1] = position
@@ -110,7 +111,7 @@ def test_a_span_that_leaves_its_cluster_is_refused(span: tuple[int, int, int]) -
     spans[0, 2:, :2] = (0, 2)
     spans[0, 2] = span
     inputs = [floats(default_rng(0), 4, 6), one(0), one(0), one(0), np.zeros((1, 4), np.int32)]
-    numbers = [np.array([1, 1, 2], np.int32), np.ones(2, np.float32)]
+    numbers = [np.array([1, 1, 2, 0], np.int32), np.ones(2, np.float32)]
     arrays = [*inputs, spans, np.zeros((1, 4), np.float32), *numbers, filled(4, 2), filled(4, 1)]
     assert_refused("attention", arrays, "span")
 
@@ -354,7 +355,7 @@ x = floats(rng, 1, width)
 norm = ("rms_norm_grad", [x, x[0], one(0), x, x, x.copy(), x[0].copy()])
 spans = np.zeros((1, length, 3), np.int32)
 inputs = [floats(rng, length, 3 * dim), one(0), one(0), one(0), np.zeros((1, length), np.int32), spans]
-inputs += [np.zeros((1, 2 * dim), np.float32), np.array([1, 1, dim], np.int32), np.ones(2, np.float32)]
+inputs += [np.zeros((1, 2 * dim), np.float32), np.array([1, 1, dim, 0], np.int32), np.ones(2, np.float32)]
 mixed, lse = filled(length, dim), filled(length, 1)
 forward = ("attention", [*inputs, mixed, lse])
 back = [inputs[0].copy(), one(0), one(0), one(0)]

@@ -45,7 +45,11 @@ pytestmark = WITH_AVX512
 # missing; of two 2^-18 of each factor, and the product of their second parts; of three less than float32 sums leave.
 LARGEST_ERROR = {1: 2.0**-7, 2: 3 * 2.0**-17, 3: 2.0**-21}
 SIZES = [(2048, 96, 64), (37, 100, 300), (1, 64, 5), (130, 33, 513), (257, 256, 256), (16, 1, 1)]
-FORMS = ("bf16_product", "bf16_product_turned", "bf16_product_gradient")
+FORMS = ("product", "product_turned", "product_gradient")
+
+
+class Summation(ctypes.Structure):
+    _fields_ = (("parts", ctypes.c_int), ("leaves", ctypes.c_int))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +69,7 @@ def product(form: str, x: np.ndarray, w: np.ndarray, parts: int) -> np.ndarray:
         w = np.ascontiguousarray(w.T)
     if form.endswith("gradient"):
         x = np.ascontiguousarray(x.T)
-    call_kernel(form, x, w, np.array([parts], np.int32), y)
+    call_kernel(form, x, w, np.array([parts, 1], np.int32), y)
     return y
 
 
@@ -137,20 +141,24 @@ def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: b
 
 def test_more_parts_than_there_are_and_too_little_room_are_refused() -> None:
     x, w = random(4, 8), random(8, 8)
-    with pytest.raises(RuntimeError, match="4 parts: there are 1 to 3"):
+    with pytest.raises(RuntimeError, match="4 parts: there are 0 to 3"):
         product(FORMS[0], x, w, 4)
     with pytest.raises(RuntimeError, match="1024 bytes are no room for 4096"):
-        call_kernel("bf16_pack", w, np.array([1], np.int32), np.zeros(1024, np.uint8))
+        call_kernel("product_pack", w, np.array([1, 1], np.int32), np.zeros(1024, np.uint8))
+    with pytest.raises(RuntimeError, match="8 terms are not summed in 16 leaves"):
+        call_kernel("product", x, w, np.array([1, 16], np.int32), np.zeros((4, 8), np.float32))
 
 
 @pytest.mark.parametrize("parts", LARGEST_ERROR)
 def test_packed_matrices_need_no_more_than_is_planned(parts: int) -> None:
     native = library()
     assert native is not None
-    native.packed_matrix_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
+    native.packed_matrix_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64, Summation]
     native.packed_matrix_bytes.restype = ctypes.c_int64
-    for k, n in [(576, 1536), (100, 300), (1, 1), (64, 50), (256, 230), (33, 513)]:
-        assert 0 < native.packed_matrix_bytes(k, n, parts) <= packed_bytes(k, n, parts)
+    sizes = [(576, 1536, 8), (100, 300, 4), (1, 1, 1), (64, 50, 2), (256, 230, 1), (33, 513, 1)]
+    for k, n, leaves in sizes:
+        bytes_needed = native.packed_matrix_bytes(k, n, Summation(parts, leaves))
+        assert 0 < bytes_needed <= packed_bytes(k, n, parts, leaves)
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

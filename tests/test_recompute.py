@@ -93,7 +93,7 @@ def products(
         ms.set_context(save_graphs=0)
     (last,) = folder.glob("*_validate_*.ir")
     lines = last.read_text().splitlines()
-    product = "MatMul(" if num_parts is None else 'bf16_product"'
+    product = "MatMul(" if num_parts is None else 'product"'
     made = [lines[i + 1] for i, line in enumerate(lines[:-1]) if product in line]
     shapes = [re.findall(r"\(\d+, \d+\)", line)[-1] for line in made]
     return {shape: shapes.count(shape) for shape in (QKV, GATE_UP)}

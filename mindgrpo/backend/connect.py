@@ -30,7 +30,10 @@ def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]
         from mindgrpo.backend.cpu.backend import CpuBackend
 
         return lambda environment, own: CpuBackend(
-            environment, own.compiled, num_product_parts(own.compute_dtype, own.matmul_precision)
+            environment,
+            own.compiled,
+            num_product_parts(own.compute_dtype, own.matmul_precision),
+            own.compute_dtype == "bfloat16",
         )
     if target.device == "Ascend":
         from mindgrpo.backend.device.ascend import AscendBackend

@@ -80,9 +80,12 @@ def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> M
     raise UserError(f"{PRECISION_KEY} is '{asked}', which {why}; or set it to highest.")
 
 
-def packed_bytes(k: int, n: int, num_parts: int) -> int:
-    """Returns the bytes at most of a matrix [k, n] that is packed for products of bfloat16, in blocks of 32 x 64."""
-    return 2 * num_parts * (-(-k // 32) * 32) * (-(-n // 64) * 64)
+def packed_bytes(k: int, n: int, num_parts: int, leaves: int = 1) -> int:
+    """Returns the bytes at most of a matrix [k, n] that is packed for products of bfloat16, in blocks of 32 x 64.
+
+    `leaves` as in Kernels.matmul: each is packed by itself.
+    """
+    return 2 * num_parts * leaves * (-(-k // leaves // 32) * 32) * (-(-n // 64) * 64)
 
 
 def has_amx(environment: Mapping[str, str]) -> bool:

@@ -119,6 +119,9 @@ class Context(Section):
     """dtype in which activations and their gradients are summed over the ranks of a layer (model_parallel). float32:
     more accurate where compute_dtype is narrower, but twice the traffic; auto: the dtype of the activations. Sums of
     the weights' gradients are always float32"""
+    batch_invariant: bool | Literal["auto"] = "auto"
+    """compute each token's numbers in the generator and in training with the same bits, whatever the batch, the packing
+    and model_parallel (1, 2, 4 or 8). true: refuse what cannot; auto: where possible (docs/numbers.md)"""
     loss_scale: float | None = Field(None, gt=0)
     """loss scale for compute_dtype float16 (gradients are divided by it again), because gradients below 6e-8 underflow
     in float16 and those above 65504 overflow; null: 1024"""

@@ -311,9 +311,10 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     save_eval_completions: bool = True
     """write the completions of evaluations to eval_completions.jsonl"""
     logprob_gap_limit: float | Literal["auto"] | None = "auto"
-    """end the run if a token's log-prob differs between generator and trainer by more than this; auto: 0.01 if both
-    compute in float32, else a limit on the mean over the tokens of a step (0.1 with context.float32_matmul_precision
-    medium, 0.05 if vLLM computes in float16, 0.5 in bfloat16); null: no limit"""
+    """end the run if a token's log-prob differs between generator and trainer by more than this; auto: 0 with
+    context.batch_invariant, otherwise 0.01 if both compute in float32, else a limit on the mean over the tokens of a
+    step (0.1 with context.float32_matmul_precision medium, 0.05 if vLLM computes in float16, 0.5 in bfloat16); null: no
+    limit"""
     checksum_interval: int | None = Field(1, ge=1)
     """compare the checksums of the generator's and the policy's weights, and those of replicas, every N steps; null:
     never"""

@@ -30,6 +30,7 @@ from mindgrpo.models.precision import loss_scale
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.activations import reference_shape, update_shape
+from mindgrpo.plan.invariance import is_batch_invariant
 from mindgrpo.plan.memory import check_engine, phase_needs
 from mindgrpo.plan.run_plan import RunPlan, generator_bytes
 from mindgrpo.rollout.conversations import Conversations
@@ -98,6 +99,7 @@ def make_engine(
     cache_config: KVCacheConfig,
 ) -> RolloutEngine:
     """Makes the engine, without weights and asleep."""
+    backend.kernels.batch_invariant = is_batch_invariant(config, model)
     if config.generate_config.uses_vllm:
         on_host = config.context.target.keeps_weights_on_host
         host_memory = psutil.virtual_memory().total if on_host else None
@@ -115,6 +117,7 @@ def make_engine(
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
     """Makes the policy, without weights."""
+    backend.kernels.batch_invariant = plan.batch_invariant
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
     settings = UpdateSettings(
@@ -212,9 +215,12 @@ def make_stepper(
         updates_per_rollout=plan.batch.updates_per_rollout,
         num_iterations=rl.num_iterations,
         old_logps=rl.enable_oldpolicy,
+        batch_invariant=plan.batch_invariant,
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
-        gap_limit=gap_limit(plan.config, backend.matmul_precision, backend.compute_dtype),
+        gap_limit=gap_limit(
+            plan.config, backend.matmul_precision, backend.compute_dtype, plan.batch_invariant
+        ),
     )
     replicas = Replicas(roles.engine, plan.infer.mesh, backend, conversations)
     asked, partial = PartialSettings.of(plan.batch), None

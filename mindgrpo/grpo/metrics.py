@@ -107,6 +107,22 @@ GAP_LIMITS = {
 }
 
 
+@dataclass(frozen=True)
+class LogProbGap:
+    """|generator - trainer| log-probs of a step's tokens, in nats: their mean, the largest, and how many differ.
+
+    The largest is that of `token` of `sample`, both from 0, whose log-probs stand here.
+    """
+
+    mean: float
+    largest: float
+    differing: int
+    sample: int
+    token: int
+    generator: float
+    trainer: float
+
+
 class GapTooLarge(RuntimeError):
     """The generator and the trainer disagree about the same tokens."""
 
@@ -117,11 +133,15 @@ def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[s
     return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
 
 
-def gap_limit(config: Config, matmul_precision: str, compute_dtype: str) -> GapLimit | None:
+def gap_limit(
+    config: Config, matmul_precision: str, compute_dtype: str, batch_invariant: bool = False
+) -> GapLimit | None:
     """Returns the limit that the configuration sets; by "auto", that of what generator and trainer compute in."""
     limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
     if limit != "auto":
         return None if limit is None else GapLimit(limit)
+    if batch_invariant:
+        return GapLimit(0.0)
     used = {compute_dtype, matmul_precision, generate.vllm.dtype if generate.uses_vllm else None}
     return next(limit for name, limit in GAP_LIMITS.items() if name in used or name == "float32")
 
@@ -132,7 +152,7 @@ def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) 
     lengths, totals = rollout.action_lengths, scores.known_totals
     # Of tokens that older weights wrote the difference is what the policy has learnt since.
     version = None if outcome.partial is None else outcome.partial.version
-    gap_mean, gap_max = logprob_gap(outcome.batch, outcome.reports, version) or (None, None)
+    gap = logprob_gap(outcome.batch, outcome.reports, version)
     return {
         "reward/mean": mean_of(totals),
         "reward/std": float(totals.std()) if totals.size else None,
@@ -142,8 +162,9 @@ def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) 
         "completion_length/mean": float(lengths.mean()),
         "completion_length/max": int(lengths.max()),
         "truncated_fraction": rollout.finish_reasons.count(LENGTH) / len(rollout),
-        "logprob_gap/mean": gap_mean,
-        "logprob_gap/max": gap_max,
+        "logprob_gap/mean": None if gap is None else gap.mean,
+        "logprob_gap/max": None if gap is None else gap.largest,
+        "logprob_gap/differing": None if gap is None else gap.differing,
         "tokens": int(rollout.total_lengths.sum()),
         **_of_options(outcome, prompts_used),
     }
@@ -205,11 +226,11 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
 
 def logprob_gap(
     batch: TrainBatch, reports: Sequence[UpdateReport], version: int | None = None
-) -> tuple[float, float] | None:
-    """Returns mean and maximum of |generator - trainer| log-probs, of tokens that the policy wrote.
+) -> LogProbGap | None:
+    """Returns the gap of the tokens that the policy wrote.
 
-    The trainer's are those before the first update. With a `version`, only tokens that weights of it wrote count. None
-    where no update was made.
+    The trainer's log-probs are those before the first update. With a `version`, only tokens that weights of it wrote
+    count. None where no update was made.
     """
     trainer = trainer_logps(batch, reports)
     if trainer is None:
@@ -218,27 +239,53 @@ def logprob_gap(
     if version is not None:
         versions = batch.rollout.weights_version
         masks = [m & (v == version) for m, v in zip(masks, versions, strict=True)]
-    gaps = [np.abs(logps - generator[i])[masks[i]] for i, logps in trainer.items()]
-    gap = np.concatenate([*gaps, np.zeros(0, np.float32)])
-    return (float(gap.mean()), float(gap.max())) if gap.size else (0.0, 0.0)
+    gaps = {
+        i: np.where(masks[i], np.abs(logps - generator[i]), 0.0) for i, logps in trainer.items()
+    }
+    count = sum(int(masks[i].sum()) for i in gaps)
+    if not count:
+        return LogProbGap(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
+    # Numpy takes what is no number for the largest.
+    sample = max(gaps, key=lambda i: _order(gaps[i].max(initial=0.0)))
+    token = int(gaps[sample].argmax())
+    return LogProbGap(
+        sum(float(gap.sum(dtype=np.float64)) for gap in gaps.values()) / count,
+        float(gaps[sample][token]),
+        sum(int((gap != 0).sum()) for gap in gaps.values()),
+        sample,
+        token,
+        float(generator[sample][token]),
+        float(trainer[sample][token]),
+    )
+
+
+def _order(value: float) -> float:
+    return np.inf if np.isnan(value) else value
 
 
 def trainer_logps(batch: TrainBatch, reports: Sequence[UpdateReport]) -> PerToken | None:
-    """Returns the policy's log-probs before the first update, by sample; None where no update was made."""
-    if batch.old_logps is not None:
+    """Returns the policy's log-probs before the first update, by sample; None where no update was made.
+
+    The trainer's own: where the generator's are taken for the old ones, those of the first update's samples.
+    """
+    if batch.old_logps is not None and batch.old_logps is not batch.rollout.generator_logps:
         return dict(enumerate(batch.old_logps))
     return reports[0].logps if reports else None
 
 
-def check_gap(mean: float, largest: float, limit: GapLimit) -> None:
+def check_gap(gap: LogProbGap, limit: GapLimit) -> None:
     """Raises GapTooLarge where the gap is above the limit."""
-    if not (mean if limit.of_mean else largest) <= limit.value:
-        how = f"by {mean:.3g} in the mean" if limit.of_mean else f"by up to {largest:.3g}"
-        raise GapTooLarge(
-            f"the generator's and the trainer's log-probs of the same tokens differ {how} "
-            f"(rl_config.logprob_gap_limit is {limit.value}), so no update is made; the weights were resharded "
-            "wrongly, are stale, or the two compute another model"
-        )
+    if (gap.mean if limit.of_mean else gap.largest) <= limit.value:
+        return
+    how = f"by {gap.mean:.3g} in the mean" if limit.of_mean else f"by up to {gap.largest:.3g}"
+    rule = f"rl_config.logprob_gap_limit is {limit.value:g}"
+    if limit.value == 0.0:
+        rule += ", as context.batch_invariant has both computed with the same bits"
+    raise GapTooLarge(
+        f"the generator's and the trainer's log-probs of the same tokens differ {how} ({rule}), most of all in token "
+        f"{gap.token} of sample {gap.sample}: {gap.generator:.9g} and {gap.trainer:.9g}; {gap.differing} tokens "
+        "differ. No update is made; the weights were resharded wrongly, are stale, or the two compute another model"
+    )
 
 
 def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:

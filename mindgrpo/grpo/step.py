@@ -55,7 +55,8 @@ Phases = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """`old_logps`: the policy's log-probs before a step's first update are computed even if only later ones need them.
+    """`old_logps`: the policy's log-probs before a step's first update are kept even if only later ones need them. They
+    are the generator's, not computed again, with `batch_invariant` and without partial rollouts.
 
     `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
     follows the policy every `reference_sync_steps` steps, never if None. `gap_limit` is of the log-prob gap; None: any.
@@ -68,6 +69,7 @@ class StepSettings:
     updates_per_rollout: int = 1
     num_iterations: int = 1
     old_logps: bool = True
+    batch_invariant: bool = False
     resampling_rounds: int = 0
     reference_sync_steps: int | None = None
     gap_limit: GapLimit | None = None
@@ -118,7 +120,10 @@ class Stepper:
             )
         several = self.settings.updates_per_step > 1 and self.settings.old_logps
         if several or self.settings.advantages.needs_old:
-            old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
+            old_logps = rollout.generator_logps
+            # Of partial rollouts older weights wrote some tokens.
+            if not self.settings.batch_invariant or self.partial is not None:
+                old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
         batch, correction, bad = self._train_batch(
             step, rollout, scored, old_logps, reference_logps
         )
@@ -298,7 +303,7 @@ class Stepper:
         # Of tokens that older weights wrote the difference is what the policy has learnt since.
         gap = logprob_gap(batch, [first], None if drawn is None else drawn.version)
         if gap is not None and self.settings.gap_limit is not None:
-            check_gap(*gap, self.settings.gap_limit)
+            check_gap(gap, self.settings.gap_limit)
 
     def _sync_reference(self, step: int) -> None:
         every = self.settings.reference_sync_steps

@@ -37,7 +37,7 @@ class Attention(nn.Cell):
         if self.has_projection_norm:
             self.projection_norm = ProjectionNorm(shard, name)
         self.attend = attend
-        self.out = shard.linear(name + "o_proj.weight")
+        self.out = shard.linear(name + "o_proj.weight", over_ranks=True)
         self.reduce = shard.reduce_from_group()
         self.out_bias = shard.get(name + "o_proj.bias")
         self.has_out_bias = self.out_bias is not None

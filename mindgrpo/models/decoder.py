@@ -142,7 +142,7 @@ class GatedMlp(nn.Cell):
         self.copy = shard.copy_to_group()
         self.gate_up = shard.linear(prefix + "mlp.gate_up_proj.weight")
         self.glu = shard.cell(shard.kernels.glu, shard.config.activation)
-        self.down = shard.linear(prefix + "mlp.down_proj.weight")
+        self.down = shard.linear(prefix + "mlp.down_proj.weight", over_ranks=True)
         self.reduce = shard.reduce_from_group()
 
     def construct(self, x: Any) -> Any:

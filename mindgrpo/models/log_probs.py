@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from mindspore import nn, ops
-from mindspore.ops.auto_generate import SumExt
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import Kernels
@@ -47,34 +46,16 @@ class TokenLogProbs(nn.Cell):
 
 
 class _OfStats(nn.Cell):
-    """A rank's stats [M, 4] -> (log p, entropy, log-sum-exp) over all ranks, [M] each.
+    """A rank's stats [M, 4 leaves] -> (log p, entropy, log-sum-exp) over all ranks, [M] each."""
 
-    In operations themselves: a tensor's methods and indices are Python, which the compiler reads anew in each graph.
-    That took a quarter of a last stage's forward pass.
-    """
-
-    def __init__(self, group: Group) -> None:
+    def __init__(self, kernels: Kernels, group: Group) -> None:
         super().__init__()
         self.gather = GatherColumns(group)
-        self.slice = ops.StridedSlice(shrink_axis_mask=0b100)
-        self.max, self.sum = ops.ArgMaxWithValue(1, True), SumExt()
-
-    def column(self, stats: Any, index: int) -> Any:
-        rows, ranks, _ = stats.shape
-        return self.slice(stats, (0, 0, index), (rows, ranks, index + 1), (1, 1, 1))
-
-    def total(self, x: Any) -> Any:
-        return self.sum(x, (1,), False, None)
+        self.reshape = ops.Reshape()
+        self.of_stats = kernels.log_probs_of_stats()
 
     def construct(self, stats: Any) -> Any:
-        stats = self.gather(stats)
-        tops = self.column(stats, 0)
-        _, highest = self.max(tops)
-        share = ops.exp(tops - highest)
-        sums = self.total(self.column(stats, 1) * share)
-        log_total = highest.reshape(-1) + ops.log(sums)
-        mean_logit = self.total(self.column(stats, 2) * share) / sums
-        return self.total(self.column(stats, 3)) - log_total, log_total - mean_logit, log_total
+        return self.of_stats(self.reshape(self.gather(stats), (stats.shape[0], -1)))
 
 
 class _Whole(nn.Cell):
@@ -84,7 +65,7 @@ class _Whole(nn.Cell):
         super().__init__()
         self.stats = kernels.log_prob_stats(vocabulary)
         self.gradient = kernels.log_prob_grad(vocabulary)
-        self.of_stats = _OfStats(group)
+        self.of_stats = _OfStats(kernels, group)
 
     def construct(self, logits: Any, labels: Any) -> Any:
         return self.of_stats(self.stats(logits, labels))
@@ -104,7 +85,7 @@ class _InParts(nn.Cell):
         self.is_trained = is_trained
         self.stats = kernels.linear_log_prob_stats(vocabulary, rows)
         self.gradient = kernels.linear_log_prob_grad(vocabulary, rows, is_trained)
-        self.of_stats = _OfStats(group)
+        self.of_stats = _OfStats(kernels, group)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
         return self.of_stats(self.stats(x, table, labels))

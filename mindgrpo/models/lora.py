@@ -15,7 +15,9 @@ import numpy as np
 from mindspore import nn, ops
 
 from mindgrpo.backend.dtypes import mindspore_dtype
+from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.errors import UserError
+from mindgrpo.models.parallel_cells import Linear
 from mindgrpo.parallel.sharding import ParameterSpec
 from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import generator_of
@@ -91,7 +93,9 @@ def fill_adapters(adapters: Weights, seed: int) -> None:
                 part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
 
 
-def merge(weights: Weights | HostTensors, adapters: Weights, settings: LoraSettings) -> None:
+def merge(
+    weights: Weights | HostTensors, adapters: Weights, settings: LoraSettings, kernels: Kernels
+) -> None:
     """Adds scale * B A to each adapted part of `weights`, where they are; both of one layout, on one rank."""
     adapted = [name for name in weights.names if adapter_names(name)[1] in adapters.boxes]
     scale = np.float32(settings.scale)
@@ -99,7 +103,8 @@ def merge(weights: Weights | HostTensors, adapters: Weights, settings: LoraSetti
         views, low_rank = weights.arrays.hf_views, adapters.arrays.hf_views
         for name in adapted:
             a_name, b_name = adapter_names(name)
-            views[name][...] = views[name] + scale * (low_rank[b_name] @ low_rank[a_name])
+            product = kernels.float32_product(low_rank[a_name].T, low_rank[b_name].T)
+            views[name][...] = views[name] + scale * product.T
         return
     merged = []
     for name in adapted:
@@ -110,31 +115,53 @@ def merge(weights: Weights | HostTensors, adapters: Weights, settings: LoraSetti
     weights.set_parts(merged)
 
 
+class _Value(nn.Cell):
+    """(value, other) -> value, with the gradient of both."""
+
+    def construct(self, value: Any, other: Any) -> Any:
+        return value
+
+    def bprop(self, value: Any, other: Any, out: Any, dout: Any) -> Any:
+        return dout, dout
+
+
 class LowRankLinear(nn.Cell):
     """x [N, in] -> base(x) + scale * (x A) B, each by itself where the base's matrix is several side by side.
 
     `widths` are the matrices' shares of the outputs and `adapted` says which of them have adapters;
-    a [in, adapted matrices * rank], b [rank, their widths].
+    a [in, adapted matrices * rank], b [rank, their widths]. With `merging`, a float32_matmul of the kernels, the value
+    is that of the merged matrix, bit for bit as `merge` makes it.
     """
 
     def __init__(
         self,
-        base: nn.Cell,
+        base: Linear,
         a: Any,
         b: Any,
         widths: Sequence[int],
         adapted: Sequence[bool],
         settings: LoraSettings,
         matmul: Any,
+        merging: Any = None,
     ) -> None:
         super().__init__()
         self.base = base
         self.a, self.b = a, b
         self.widths, self.adapted = tuple(widths), tuple(adapted)
         self.rank, self.scale = settings.rank, settings.scale
-        self.matmul = matmul
+        self.matmul, self.merging = matmul, merging
+        self.is_merged = merging is not None
+        self.value = _Value()
 
     def construct(self, x: Any) -> Any:
+        if self.is_merged:
+            # Its gradient for x is the base's and the adapters' together, so the latter give theirs alone.
+            y = self.base.product(x, ops.stop_gradient(self.merged()))
+            return self.value(y, self.added(ops.stop_gradient(x)))
+        return self.base(x) + self.added(x)
+
+    def added(self, x: Any) -> Any:
+        """Computes scale * (x A) B."""
         # Adapters are float32, and multiplied in x's dtype.
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
         low = self.matmul(x, a) * self.scale
@@ -152,4 +179,25 @@ class LowRankLinear(nn.Cell):
         added = columns[0]
         if len(columns) > 1:
             added = ops.concat(columns, 1)
-        return self.base(x) + added
+        return added
+
+    def merged(self) -> Any:
+        """Computes the base's matrix [in, out] with scale * A B added."""
+        dtype, weight = self.base.weight.dtype, self.base.weight.astype(ms.float32)
+        columns = []
+        number, column, start = 0, 0, 0
+        for i in range(len(self.widths)):
+            width = self.widths[i]
+            own = weight[:, start : start + width]
+            start += width
+            if self.adapted[i]:
+                a = self.a[:, number * self.rank : (number + 1) * self.rank]
+                low_rank = self.merging(a, self.b[:, column : column + width])
+                own = own + low_rank * self.scale
+                number += 1
+                column += width
+            columns.append(own)
+        whole = columns[0]
+        if len(columns) > 1:
+            whole = ops.concat(columns, 1)
+        return whole.astype(dtype)

@@ -92,7 +92,11 @@ class Linear(nn.Cell):
         self.matmul, self.exact = matmul, exact
 
     def construct(self, x: Any) -> Any:
-        return self.matmul(x, self.exact(self.weight))
+        return self.product(x, self.weight)
+
+    def product(self, x: Any, weight: Any) -> Any:
+        """Computes the same with another weight."""
+        return self.matmul(x, self.exact(weight))
 
 
 class BiasedLinear(nn.Cell):

@@ -30,6 +30,25 @@ from mindgrpo.weights.local_weights import Weights
 
 # The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
 LOGITS_BYTES = 64 << 20
+# Sums over ranks are sums of so many parts in a binary tree, as many of them on each rank.
+LEAVES = 8
+
+
+def local_leaves(tp_size: int, *widths: int) -> int:
+    """Returns a rank's leaves of sums over `widths`; 1 where these, or the ranks, do not divide into LEAVES."""
+    divides = LEAVES % tp_size == 0 and not any(width % LEAVES for width in widths)
+    return LEAVES // tp_size if divides else 1
+
+
+def product_leaves(config: DecoderConfig, tp_size: int) -> int:
+    """Returns the leaves of a rank's products whose sums go over ranks: attention's and the feed-forward's last."""
+    mixed = config.num_attention_heads * config.head_dim
+    return local_leaves(tp_size, mixed, config.intermediate_size)
+
+
+def vocabulary_leaves(config: DecoderConfig, tp_size: int) -> int:
+    """Returns the leaves of a rank's vocabulary."""
+    return local_leaves(tp_size, config.vocab_size)
 
 
 def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
@@ -134,9 +153,18 @@ class Shard:
     def reduce_from_group(self) -> nn.Cell:
         return self.cell(ReduceFrom, self.group, self.is_trained, self.backend.sums_in_float32)
 
-    def linear(self, key: str) -> nn.Cell:
-        """Returns the product with matrix `key` (without bias)."""
-        matmul = self.cell(self.kernels.matmul)
+    @property
+    def leaves(self) -> int:
+        """The leaves of products whose sums go over ranks."""
+        return self.tree_leaves(product_leaves)
+
+    def tree_leaves(self, of: Callable[[DecoderConfig, int], int]) -> int:
+        return of(self.config, self.group.size) if self.kernels.batch_invariant else 1
+
+    def linear(self, key: str, over_ranks: bool = False) -> nn.Cell:
+        """Returns the product with matrix `key` (without bias); `over_ranks`: one whose sums go over ranks."""
+        leaves = self.leaves if over_ranks else 1
+        matmul = self.cell(self.kernels.matmul, False, leaves)
         base = Linear(self[key], matmul, self.exact())
         a_key, b_key = adapter_names(key)
         if self._adapters is None or a_key not in self.adapter_parameters:
@@ -146,7 +174,9 @@ class Shard:
         flags = [adapter_names(spec.name)[0] in adapted for spec in entry.specs]
         parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
         settings = self._adapters.settings
-        return LowRankLinear(base, *parameters, entry.widths, flags, settings, matmul)
+        low_rank = self.cell(self.kernels.matmul)
+        merging = self.cell(self.kernels.float32_matmul) if self.kernels.batch_invariant else None
+        return LowRankLinear(base, *parameters, entry.widths, flags, settings, low_rank, merging)
 
     def biased_linear(self, key: str, bias: str) -> nn.Cell:
         """Returns the product with matrix `key` plus vector `bias`, of a model that is not trained."""
@@ -209,4 +239,5 @@ class Shard:
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))
-        return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature)
+        leaves = self.tree_leaves(vocabulary_leaves)
+        return Vocabulary(self.first_token, self.local_vocab, real, 1.0 / temperature, leaves)

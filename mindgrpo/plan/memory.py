@@ -261,11 +261,10 @@ class HostPlan:
 
     def _phases(self) -> list[str]:
         plan = self._plan
-        rl = plan.config.rl_config
         phases = ["reshard", "rollout"]
         if plan.reference is not None:
             phases.append("reference")
-        if rl.enable_oldpolicy and plan.batch.updates_per_step > 1:
+        if plan.computes_old_logps:
             phases.append("old_logps")
         phases.append("update")
         ref = plan.config.ref_config

@@ -29,9 +29,16 @@ from mindgrpo.models.precision import (
     num_product_parts,
     plain_kernels,
 )
-from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
+from mindgrpo.models.shard import (
+    local_heads,
+    local_inner,
+    local_vocabulary,
+    product_leaves,
+    vocabulary_leaves,
+)
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.plan.invariance import invariance_line, is_batch_invariant
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
@@ -193,16 +200,31 @@ class RunPlan:
         """Returns a generating rank's share of the model."""
         model, tp_size = self.model, self.infer.mesh.mp
         width = local_vocabulary(model, tp_size)
+        in_tree = self.batch_invariant
+        leaves = vocabulary_leaves(model, tp_size) if in_tree else 1
         return LocalModelShape(
             layers=model.num_hidden_layers,
             hidden=model.hidden_size,
             inner=local_inner(model, tp_size),
             heads=local_heads(model, tp_size),
-            vocabulary=Vocabulary(0, width, width),
+            vocabulary=Vocabulary(0, width, width, leaves=leaves),
             norm_eps=model.rms_norm_eps,
             tp_size=tp_size,
             tp_rank=0,
+            leaves=product_leaves(model, tp_size) if in_tree else 1,
         )
+
+    @cached_property
+    def batch_invariant(self) -> bool:
+        """Whether generator and trainer compute a token's numbers bit for bit."""
+        return is_batch_invariant(self.config, self.model)
+
+    @property
+    def computes_old_logps(self) -> bool:
+        """Whether a pass of its own computes the policy's log-probs before a step's several updates."""
+        rl = self.config.rl_config
+        are_kept = rl.enable_oldpolicy and self.batch.updates_per_step > 1
+        return are_kept and (rl.partial_rollout or not self.batch_invariant)
 
     @property
     def keeps_slots(self) -> bool:
@@ -234,6 +256,7 @@ class RunPlan:
             f"train {self.train.mesh}, stages of {stages} layers",
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
+            invariance_line(self.config, self.model),
         ]
 
     def most_memory(self) -> str:
@@ -284,7 +307,9 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     if config.rl_config.beta > 0:
         reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
     check_positions(config, model)
-    plain_kernels(config)  # refuses those that the run's device does not have
+    # These refuse what the run cannot have.
+    plain_kernels(config)
+    is_batch_invariant(config, model)
     group = config.rl_config.num_generations
     if generate.max_num_seqs is not None and generate.max_num_seqs < group:
         raise UserError(

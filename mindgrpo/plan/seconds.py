@@ -249,11 +249,11 @@ class Roofline:
         self._recomputes_all = actor.modules == WHOLE_LAYER and actor.every == 1
 
     def step(self) -> StepSeconds:
-        plan, rl = self.plan, self.plan.config.rl_config
+        plan = self.plan
         phases = [self._reshard(), self._rollout()]
         if plan.reference is not None:
             phases.append(self._reference(plan.reference))
-        if rl.enable_oldpolicy and plan.batch.updates_per_step > 1:
+        if plan.computes_old_logps:
             phases.append(self._old_logps())
         phases += [self._update(), self._optimizer(), self._host()]
         tokens = self.samples.count * (self.samples.prompt + self.samples.completion)

@@ -242,6 +242,7 @@ class RunRecord:
             "engine": engine.name,
             "compute_dtype": self._backend.compute_dtype,
             "float32_matmul_precision": self._backend.matmul_precision,
+            "batch_invariant": self._backend.kernels.batch_invariant,
             "backend": self._backend.name,
             "ranks": self._backend.world_size,
             "host": platform.node(),

@@ -132,6 +132,7 @@ class TensorStream:
             whole = replace(layout, specs=tuple(specs))
             self._copy = Weights(whole, backend.rank, backend, "adapters_copy", on_host_only=True)
             self.host_copies.append(self._copy.pool)
+            self._kernels = backend.kernels
             self._low_rank = Resharder(plan_reshard(own.layout, whole), own, self._copy, backend)
 
     @property
@@ -146,7 +147,7 @@ class TensorStream:
         for tensors, resharder in self._groups:
             num_bytes += resharder.run().bytes_received
             if self._adapters is not None:
-                merge(tensors, self._copy, self._adapters.settings)
+                merge(tensors, self._copy, self._adapters.settings, self._kernels)
             if self._sums is not None:
                 for name, view in tensors.hf_views.items():
                     self._sums[name] = box_sum(view, tensors.boxes[name])

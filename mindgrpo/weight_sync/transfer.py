@@ -164,7 +164,7 @@ class WeightSyncer:
         if self._adapters is None:
             return traffic
         more = self._low_rank.run()
-        merge(self._target, self._copy, self._adapters.settings)
+        merge(self._target, self._copy, self._adapters.settings, self._backend.kernels)
         self._backend.synchronize()
         return traffic + more
 

@@ -1,10 +1,10 @@
-"""How many completions of 1,000 differ between one rank and six, on SmolLM2-135M's shape with random weights.
+"""How many completions of 1,000 differ between one rank and other layouts, with a vocabulary of 49,152.
 
-layouts_agree.py [--prompts 125] [--generations 8] [--new_tokens 24] prints one JSON line. One rank does everything; of
-six the trainer's layout is MP3/PP2 and the generator's DP2/MP3, so 3 ranks share the vocabulary of 49,152. "flat": all
-weights have a deviation of 0.02, and a token some 1/49,152 of the probability; "peaked": the embedding, which is the
-head too, is 6 times as large, and few tokens have most of it. `logp_gap` is the largest difference of two log-probs
-before a pair of completions parts.
+layouts_agree.py [--prompts 125] [--generations 8] [--new_tokens 24] prints one JSON line: of each layout, the
+completions whose tokens differ from those of one rank, and the tokens whose log-probs differ in any bit, in the
+generator and in the trainer, or between these two. Weights are random. "flat": all have a deviation of 0.02, and a
+token some 1/49,152 of the probability; "peaked": the embedding, which is the head too, is 6 times as large, and few
+tokens have most of it.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ from work import Work
 MODEL = {
     "model_type": "llama",
     "vocab_size": 49152,
-    "hidden_size": 576,
+    "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-5,
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
 # (ranks, the trainer's dp, mp, pp, the generator's dp, mp)
-LAYOUTS = {"one rank": (1, (1, 1, 1), (1, 1)), "MP3/PP2": (6, (1, 3, 2), (2, 3))}
+LAYOUTS = {
+    "one rank": (1, (1, 1, 1), (1, 1)),
+    "MP2": (2, (1, 2, 1), (1, 2)),
+    "PP2": (2, (1, 1, 2), (2, 1)),
+    "MP4": (4, (1, 4, 1), (1, 4)),
+    "MP8": (8, (1, 8, 1), (1, 8)),
+    "DP2/MP2/PP2 with DP4/MP2": (8, (2, 2, 2), (4, 2)),
+}
 EMBEDDING_SCALES = {"flat": 1.0, "peaked": 6.0}
 SLOTS = 256
 
@@ -50,9 +57,14 @@ def options() -> argparse.Namespace:
 
 
 def measure(given: argparse.Namespace) -> None:
-    """Writes tokens int32 and log-probs float32 [completions, new_tokens] to `given.result`, on rank 0."""
+    """Writes tokens int32, and the generator's and the trainer's log-probs float32, to `given.result`, on rank 0.
+
+    Each is [completions, new_tokens].
+    """
     import assembly
 
+    from mindgrpo.algorithm.packing import PackedRollout
+    from mindgrpo.models.pipeline import compute_log_probs
     from mindgrpo.rollout.engine import SeedKey
     from mindgrpo.rollout.noise import ROLLOUT
     from mindgrpo.rollout.replicas import Replicas
@@ -78,24 +90,26 @@ def measure(given: argparse.Namespace) -> None:
         SeedKey(0, ROLLOUT, 0),
         version,
     )
+    roles.enter("old_logps")
+    pipeline, packed = roles.policy.pipeline, PackedRollout(samples)
+    trained = compute_log_probs(pipeline, plan.train.mesh, backend, packed)
     if backend.rank == 0:
         np.savez(
             given.result,
             tokens=np.stack(samples.completion_ids),
-            logps=np.stack(samples.generator_logps),
+            generator=np.stack(samples.generator_logps),
+            trainer=np.stack(trained),
         )
         launching.give_figures({})
     backend.close()
 
 
-def compared(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, Any]:
-    same = one["tokens"] == other["tokens"]
-    before = np.cumprod(same, axis=1, dtype=bool)
+def compared(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> dict[str, int]:
     return {
-        "different": int((~same.all(axis=1)).sum()),
-        "of": len(same),
-        "logp_gap": float(np.abs(one["logps"] - other["logps"])[before].max()),
-        "mean_logp": float(one["logps"].mean()),
+        "completions": int((one["tokens"] != other["tokens"]).any(axis=1).sum()),
+        "generator": int((one["generator"] != other["generator"]).sum()),
+        "trainer": int((one["trainer"] != other["trainer"]).sum()),
+        "gap": int((other["generator"] != other["trainer"]).sum()),
     }
 
 
@@ -110,14 +124,16 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="mindgrpo-bench-") as folder:
         for logits in EMBEDDING_SCALES:
-            results = []
+            results: dict[str, dict[str, np.ndarray]] = {}
             for layout, (ranks, *_) in LAYOUTS.items():
-                result = Path(folder) / f"{logits}-{ranks}.npz"
+                result = Path(folder) / f"{logits}-{len(results)}.npz"
                 words = [*counts, f"--logits={logits}", f"--layout={layout}", f"--result={result}"]
                 launching.run_on_ranks(__file__, words, ranks)
                 with np.load(result) as arrays:
-                    results.append(dict(arrays))
-            figures[logits] = compared(*results)
+                    results[layout] = dict(arrays)
+            one = results["one rank"]
+            figures["of"] = len(one["tokens"])
+            figures[logits] = {layout: compared(one, other) for layout, other in results.items()}
     print(json.dumps(figures))
 
 

@@ -33,7 +33,8 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-QWEN2 = {"model_type": "qwen2", **_SMALL}
+# Divides into the leaves of sums over ranks.
+QWEN2 = {"model_type": "qwen2", **_SMALL, "vocab_size": 64}
 QWEN3 = {"model_type": "qwen3", **_SMALL, "head_dim": 8}
 # Norms over projections whose heads lie on several ranks, behind their biases.
 OLMO2 = {"model_type": "olmo2", **_SMALL, "tie_word_embeddings": False, "attention_bias": True}
@@ -205,6 +206,17 @@ class Case:
     @property
     def in_loop(self) -> bool:
         return self.backend != "device" and RECIPES[self.recipe].in_loop
+
+    @property
+    def batch_invariant(self) -> bool:
+        """A token's numbers have the same bits in generator and trainer."""
+        return self.in_loop
+
+    @property
+    def any_layout(self) -> bool:
+        """These bits are those of one process, which computes in the same precision."""
+        divides = RECIPES[self.recipe].model["vocab_size"] % 8 == 0
+        return self.batch_invariant and divides and self.backend == "shared_memory"
 
     @property
     def name(self) -> str:

@@ -87,6 +87,7 @@ class Run:
 
     def __init__(self, case: c.Case, backend: Backend) -> None:
         self.case, self.backend = case, backend
+        backend.kernels.batch_invariant = case.batch_invariant
         self.recipe = c.RECIPES[case.recipe]
         self.config = decoder_config(self.recipe.model, "the test's model")
         self.train = layout_of(self.config, Mesh(*case.train))
@@ -245,6 +246,7 @@ def _figures(rollout: Rollout, reports: list[UpdateReport], version: int | None)
         "turns": [sum(m["role"] == "assistant" for m in own) for own in rollout.messages],
         "gap": float(np.concatenate(gaps).max()),
         "stale": float((np.concatenate(rollout.weights_version) != version).mean()),
+        "logps": [zlib.crc32(first[i].tobytes()) for i in sorted(first)],
         **{name: [float(getattr(report, name)) for report in reports] for name in names},
     }
 
@@ -374,7 +376,7 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
             for part in (outcome, *outcome["steps"]):
-                for name in ("seconds", "greedy", "per_token", "differences"):
+                for name in ("seconds", "greedy", "per_token", "differences", "logps"):
                     part.pop(name, None)
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

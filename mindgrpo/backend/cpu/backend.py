@@ -84,9 +84,13 @@ class CpuBackend(Backend):
     shares_memory = True
 
     def __init__(
-        self, environment: dict[str, str], compiled: bool = True, num_parts: int | None = None
+        self,
+        environment: dict[str, str],
+        compiled: bool = True,
+        num_parts: int | None = None,
+        is_narrow: bool = False,
     ) -> None:
-        """Takes NativeKernels' `num_parts`."""
+        """Takes what NativeKernels take."""
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = own_rank(environment, self.world_size) if self.world_size > 1 else 0
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
@@ -95,7 +99,7 @@ class CpuBackend(Backend):
         self._share_cores()
         open_device("CPU")
         self._set_up(environment)
-        self.kernels = self._choose_kernels(compiled, num_parts)
+        self.kernels = self._choose_kernels(compiled, num_parts, is_narrow)
         self.notices = _notices()
         self._host = self._make_host(environment)
         self._num_links: Counter[int] = Counter()
@@ -119,7 +123,7 @@ class CpuBackend(Backend):
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     @staticmethod
-    def _choose_kernels(compiled: bool, num_parts: int | None) -> Kernels:
+    def _choose_kernels(compiled: bool, num_parts: int | None, is_narrow: bool) -> Kernels:
         if num_parts is not None and library_path() is None:
             raise UserError(
                 f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need the C kernels: {_notices()[0]}; or "
@@ -130,7 +134,7 @@ class CpuBackend(Backend):
             return Kernels()
         from mindgrpo.backend.kernels.native.kernels import NativeKernels
 
-        return NativeKernels(num_parts)
+        return NativeKernels(num_parts, is_narrow)
 
     def _make_host(self, environment: dict[str, str]) -> LocalRanks:
         if self.world_size == 1:

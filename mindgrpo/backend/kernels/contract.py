@@ -48,6 +48,8 @@ class Kernels:
     takes_narrow_vectors = True
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots = False
+    # Set where a token's numbers shall be the same bits in `slots` and in graphs, on any number of ranks.
+    batch_invariant = False
 
     def leave(self, names: Iterable[str]) -> None:
         """Computes the methods `names` as this class defines them from now on, without this object's own kernels."""
@@ -61,10 +63,11 @@ class Kernels:
             for method in (name, inputs.get(name, name)):
                 setattr(self, method, MethodType(getattr(Kernels, method), self))
 
-    def matmul(self, transpose_b: bool = False) -> Any:
+    def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Any:
         """Makes a cell: (x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.
 
-        The weight's may be of its own dtype or float32.
+        The weight's may be of its own dtype or float32. `leaves` is in how many equal parts K is summed, these in a
+        binary tree, by kernels that are `batch_invariant`; others need not.
         """
         return ops.MatMul(transpose_b=transpose_b)
 
@@ -75,6 +78,14 @@ class Kernels:
     def matmul_gradient(self) -> Any:
         """Makes a cell: (x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
         return mindspore_ops.MatMulGradient()
+
+    def float32_matmul(self) -> Any:
+        """Makes a cell: (a float32 [N, K], b float32 [K, M]) -> a b float32 [N, M], in any precision."""
+        return ops.MatMul()
+
+    def float32_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Returns float32_matmul of arrays; the same bits where `batch_invariant`."""
+        return a @ b
 
     def rms_norm(self, eps: float) -> nn.Cell:
         """Makes a cell: (x [N, H], weight [H]) -> x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467)."""
@@ -185,9 +196,14 @@ class Kernels:
         return float(np.sum(np.square(array, dtype=np.float64)))
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
-        """Makes a cell: (logits [M, V], labels int32 [M]) -> [M, 4], with l = logits * scale over the real columns:
-        top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where another rank has it."""
+        """Makes a cell: (logits [M, V], labels int32 [M]) -> [M, 4 leaves], with l = logits * scale over a leaf's real
+        columns: top = max l; sum exp(l - top); sum exp(l - top) l; l of the label, 0 where it is elsewhere."""
         return mindspore_ops.LogProbStats(vocabulary)
+
+    def log_probs_of_stats(self) -> nn.Cell:
+        """Makes a cell: log_prob_stats of the whole vocabulary [M, 4 L], in its order -> (log p, entropy, log-sum-exp),
+        [M] each."""
+        return mindspore_ops.LogProbsOfStats()
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
         """Makes a cell: (logits, labels, log-sum-exp [M], entropy [M], dlogp [M], dentropy [M]) -> dlogits [M, V].
@@ -197,7 +213,7 @@ class Kernels:
         return mindspore_ops.LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        """Makes a cell: (x [M, H], table [V, H], labels int32 [M]) -> log_prob_stats of x table^T [M, 4].
+        """Makes a cell: (x [M, H], table [V, H], labels int32 [M]) -> log_prob_stats of x table^T.
 
         The logits of at most `rows` rows are there at a time.
         """

@@ -61,7 +61,7 @@ def _by_head(heads: Array, rows: int) -> Array:
 
 
 class NumpyKernels(Kernels):
-    def matmul(self, transpose_b: bool = False) -> Function:
+    def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Function:
         return lambda x, weight: x @ (weight.T if transpose_b else weight)
 
     def add_matmul(self) -> Any:

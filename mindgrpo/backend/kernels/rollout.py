@@ -19,7 +19,8 @@ from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
 class LocalModelShape:
     """This rank's share of a model: `tp_size` ranks split heads, inner width and vocabulary; this one is `tp_rank`.
 
-    `group` is what kernels know these ranks by (Group.kernel_id).
+    `group` is what kernels know these ranks by (Group.kernel_id). Products whose sums go over ranks are summed in
+    `leaves`, as in Kernels.matmul.
     """
 
     layers: int
@@ -31,22 +32,25 @@ class LocalModelShape:
     tp_size: int
     tp_rank: int
     group: int = -1
+    leaves: int = 1
 
     @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """[in, out] of each layer's qkv, out, gate and up together, and down; at the end that of the head."""
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """[in, out] and leaves of each layer's qkv, out, gate and up together, and down; at the end the head's."""
         heads, hidden, inner = self.heads, self.hidden, self.inner
         layer = [
-            (hidden, heads.width),
-            (heads.queries * heads.dim, hidden),
-            (hidden, 2 * inner),
-            (inner, hidden),
+            (hidden, heads.width, 1),
+            (heads.queries * heads.dim, hidden, self.leaves),
+            (hidden, 2 * inner, 1),
+            (inner, hidden, self.leaves),
         ]
-        return self.layers * layer + [(hidden, self.vocabulary.width)]
+        return self.layers * layer + [(hidden, self.vocabulary.width, 1)]
 
     def packed_bytes(self, num_parts: int | None) -> int:
         """Returns the bytes of all matrices as kept for products of bfloat16; 0 for those of float32."""
-        return sum(packed_bytes(k, n, num_parts) for k, n in self.matrices) if num_parts else 0
+        return (
+            sum(packed_bytes(k, n, num_parts, m) for k, n, m in self.matrices) if num_parts else 0
+        )
 
 
 @dataclass

@@ -49,12 +49,16 @@ class AdamWNumbers:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding."""
+    """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding.
+
+    Stats of a row are kept for each of `leaves` equal stretches of the columns.
+    """
 
     first: int
     width: int
     real: int
     scale: float = 1.0
+    leaves: int = 1
 
 
 @dataclass(frozen=True)

@@ -270,6 +270,7 @@ def _model_shape(shard: Shard) -> LocalModelShape:
         shard.group.size,
         shard.group.index,
         shard.group.kernel_id,
+        shard.leaves,
     )
 
 

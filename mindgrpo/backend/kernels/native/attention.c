@@ -7,8 +7,10 @@
  */
 #include <stdatomic.h>
 
+#include "bf16.h"
 #include "gemm.h"
 #include "kernel.h"
+#include "rows.h"
 
 enum { BLOCK = 16, SLACK = 2 * VEC };
 
@@ -24,7 +26,7 @@ typedef struct {
 typedef struct Task {
     const float *qkv, *bias, *q_norm, *k_norm, *rotary;
     const int32_t *positions;
-    int64_t queries, kv, dim, width;
+    int64_t queries, kv, dim, is_narrow, width;
     float eps, scale;
     Run *runs;
     Cluster *clusters;
@@ -55,16 +57,17 @@ typedef struct {
 
 #define ATTENTION_INPUTS                                                                                     \
     "qkv f32[N, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, positions i32[R, T], spans i32[R, T, 3], " \
-    "rotary f32[S, 2D], sizes i32[3], numbers f32[2]"
+    "rotary f32[S, 2D], sizes i32[4], numbers f32[2]"
 
-/* `sizes`: heads of queries, of keys, and their dim; `numbers`: the norms' eps and the scores' scale. */
+/* `sizes`: heads of queries, of keys, their dim, and whether keys and values are rounded to bfloat16, as a cache of these
+ * does, which their gradients do not see; `numbers`: the norms' eps and the scores' scale. */
 static int read_inputs(const Call *call, Task *t) {
     const int32_t *sizes = call->params[7];
     const float *numbers = call->params[8];
     int64_t tokens = dim(call, 'N');
     *t = (Task){call->params[0], optional(call, 1), optional(call, 2), optional(call, 3),
                 call->params[6], call->params[4],   sizes[0],          sizes[1],
-                sizes[2],        dim(call, 'W'),    numbers[0],        numbers[1]};
+                sizes[2],        sizes[3],          dim(call, 'W'),    numbers[0],        numbers[1]};
     if (t->kv < 1 || t->queries < 1 || t->queries % t->kv || t->dim != dim(call, 'D') || !t->q_norm != !t->k_norm ||
         t->width != (t->queries + 2 * t->kv) * t->dim || dim(call, 'M') != t->queries * t->dim ||
         dim(call, 'Q') != t->queries || tokens != dim(call, 'R') * dim(call, 'T'))
@@ -148,6 +151,7 @@ static Head head_of(const Task *t, const Cluster *cluster, int64_t head, float *
         load_rotated(t, cluster->begin + i, t->queries + head, h.keys + i * dim);
         for (int64_t j = 0; j < dim; j++) h.values[i * dim + j] = source[j] + (t->bias ? t->bias[at + j] : 0.0f);
     }
+    for (int64_t i = 0; i < 2 * n * dim && t->is_narrow; i++) h.keys[i] = from_bf16(to_bf16(h.keys[i]));
     transpose(h.keys, n, dim, h.kt, h.ld);
     return h;
 }
@@ -199,23 +203,22 @@ static void add_to_seen(const Head *h, const Block *b, const float *s, const flo
 
 static void forward_head(const Task *t, const Cluster *cluster, int64_t head, float *memory, float *dnorms) {
     Head h = head_of(t, cluster, head, memory);
-    float *s = h.rest, *q = s + BLOCK * h.lds, *mixed = q + BLOCK * h.dim;
+    float *s = h.rest, *q = s + BLOCK * h.lds, *mixed = q + BLOCK * h.dim, inverse[BLOCK], top;
     (void)dnorms;
     for (Block b = {0}; next_block(&h, &b);) {
         load_queries(&h, &b, q);
         scores(&h, &b, q, h.kt, s);
         for (int64_t i = 0; i < b.m; i++) {
             int64_t end = b.shared + b.own, seen = end - b.m + i + 1;
-            float *row = s + i * h.lds, top = largest(row, seen), sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < seen; j++) sum += row[j] = fast_exp(row[j] - top);
-            for (int64_t j = 0; j < seen; j++) row[j] /= sum;
-            memset(row + seen, 0, (end - seen) * sizeof(float));
+            float sum = exp_row(s + i * h.lds, seen, end, &top);
+            inverse[i] = 1.0f / sum;
             t->lse[(b.first + i) * t->queries + b.query] = top + logf(sum);
         }
         weighted_sum(&h, &b, s, h.values, mixed);
-        for (int64_t i = 0; i < b.m; i++)
-            memcpy(t->out + ((b.first + i) * t->queries + b.query) * h.dim, mixed + i * h.dim, h.dim * sizeof(float));
+        for (int64_t i = 0; i < b.m; i++) {
+            float *out = t->out + ((b.first + i) * t->queries + b.query) * h.dim;
+            for (int64_t j = 0; j < h.dim; j++) out[j] = mixed[i * h.dim + j] * inverse[i];
+        }
     }
 }
 

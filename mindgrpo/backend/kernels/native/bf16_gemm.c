@@ -1,4 +1,5 @@
-/* See bf16_gemm.h. B is packed in panels, A converted in blocks of rows, each of which meets all panels of its member. */
+/* See bf16_gemm.h. B is packed in panels, A converted in blocks of rows, each of which meets all panels of its member; both
+ * leaf by leaf. */
 #include "bf16_gemm.h"
 
 #include <stdatomic.h>
@@ -16,6 +17,8 @@
 /* A block of A and a panel of B lie in the second cache together. Rows come in fixed numbers, as a product has to be made
  * for each; depth in whole vectors of pairs. */
 enum { PANEL = 256, MOST_ROWS = 256, LEAST_ROWS = 16, BLOCK_ELEMENTS = 1 << 18, DEPTH_STEP = 32, ALIGNMENT = 64 };
+/* Sums of a tree's leaves stay in the second cache as well. */
+enum { TREE_ROWS = 64, MOST_LEVELS = 16 };
 
 static const char *_Atomic failure;
 
@@ -65,7 +68,7 @@ ALWAYS_INLINE void split(const float *x, int64_t count, int parts, uint16_t *to,
 }
 
 /* The calling thread's memory for one purpose, which its next call takes over. */
-enum { BLOCK, PLAIN, EDGE, SCRATCH, PURPOSES };
+enum { BLOCK, PLAIN, EDGE, TREE, SCRATCH, PURPOSES };
 static void *own_memory(int purpose, int64_t bytes) {
     static __thread void *kept[PURPOSES];
     static __thread int64_t size[PURPOSES];
@@ -90,9 +93,15 @@ static int64_t part_bytes(int64_t k, int64_t width) {
     return packing ? round_up(packed_bytes(packing), ALIGNMENT) : -1;
 }
 
-int64_t packed_matrix_bytes(int64_t k, int64_t n, int parts) {
+/* Of one leaf. */
+static int64_t leaf_bytes(int64_t k, int64_t n, int parts) {
     int64_t last = num_panels(n) - 1, whole = part_bytes(k, width_of(n, 0)), rest = part_bytes(k, width_of(n, last));
     return whole < 0 || rest < 0 ? -1 : parts * (last * whole + rest);
+}
+
+int64_t packed_matrix_bytes(int64_t k, int64_t n, Summation sum) {
+    int64_t bytes = leaf_bytes(k / sum.leaves, n, sum.parts);
+    return bytes < 0 ? -1 : sum.leaves * bytes;
 }
 
 /* A block [rows, columns], x[i * row + j * column], `row` 1 where `column` is not, as parts that are `step` apart, `ld`
@@ -157,8 +166,8 @@ static void copy_block(int64_t rows, int64_t columns, const uint16_t *x, int64_t
         }
 }
 
-void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
-                 int parts, void *packed) {
+static void pack_leaf(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
+                      int parts, char *packed) {
     int64_t depth = round_up(k, DEPTH_STEP), begin, end, bytes = part_bytes(k, width_of(n, 0));
     uint16_t *plain = own_memory(PLAIN, parts * depth * PANEL * sizeof *plain);
     if (!plain || bytes < 0) return;
@@ -167,7 +176,7 @@ void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16
         int64_t width = width_of(n, panel), size = depth * width, start = panel * PANEL * b_column;
         const Packing *packing = panel_packing(k, width);
         if (!packing) return;
-        char *to = (char *)packed + panel * parts * bytes;
+        char *to = packed + panel * parts * bytes;
         if (is_bf16) {
             copy_block(k, width, (const uint16_t *)b + start, b_row, b_column, width, plain);
             memset(plain + size, 0, (parts - 1) * size * sizeof *plain);
@@ -178,6 +187,15 @@ void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16
             if (pack(packing, plain + part * size, to + part * part_bytes(k, width))) failed("oneDNN failed to pack a matrix");
         }
     }
+}
+
+void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
+                 Summation sum, void *packed) {
+    int64_t depth = k / sum.leaves, bytes = leaf_bytes(depth, n, sum.parts);
+    int64_t step = depth * b_row * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
+    for (int i = 0; i < sum.leaves && bytes >= 0; i++)
+        pack_leaf(member, depth, n, (const char *)b + i * step, is_bf16, b_row, b_column, sum.parts,
+                  (char *)packed + i * bytes);
 }
 
 /* [parts, rows, depth], zero beyond column k of each row and beyond row m of each part. */
@@ -191,9 +209,10 @@ static void convert_rows(int64_t m, int64_t rows, int64_t k, int64_t depth, cons
     }
 }
 
+/* `k`: of a leaf; `bytes`: of a part of a whole panel, and of a leaf. */
 typedef struct {
-    int64_t n, k, ldc, bytes;
-    int parts;
+    int64_t n, k, ldc, bytes, leaf_bytes;
+    Summation sum;
     const char *packed;
 } Work;
 
@@ -232,23 +251,49 @@ static void add_products(int64_t m, int64_t rows, int64_t width, int count, cons
     }
 }
 
+/* c [m, width] = one leaf's product with one panel. The block has `rows` rows, of which `m` count. */
+static int multiply_leaf(const Work *w, int64_t m, int64_t rows, int64_t width, const uint16_t *block, const char *packed,
+                         float *c, int64_t ldc) {
+    const Packing *packing = panel_packing(w->k, width);
+    int parts = w->sum.parts;
+    if (m == rows && parts == 1) return run_one(packing, rows, block, packed, c, ldc);
+    /* The parts of A that are multiplied with a part of B are one product: with the first all, with the last one. */
+    float *products = own_memory(EDGE, parts * rows * PANEL * sizeof(float));
+    for (int part = 0, count = parts; count; part++, count--) {
+        if (run_one(packing, count * rows, block, packed + part * part_bytes(w->k, width), products, width)) return 1;
+        add_products(m, rows, width, count, products, part == 0, c, ldc);
+    }
+    return 0;
+}
+
+/* c [m, width] = the sum of all leaves in a binary tree. */
+static int multiply_tree(const Work *w, int64_t m, int64_t rows, int64_t width, const uint16_t *block, const char *packed,
+                         float *c) {
+    /* Sums of 2^level leaves that wait for their neighbours', as in a binary counter. */
+    int64_t size = rows * PANEL, step = w->sum.parts * rows * round_up(w->k, DEPTH_STEP), level;
+    float *memory = own_memory(TREE, (MOST_LEVELS + 1) * size * sizeof(float)), *current = memory, *sums[MOST_LEVELS];
+    if (!memory) return 1;
+    for (level = 0; level < MOST_LEVELS; level++) sums[level] = memory + (level + 1) * size;
+    for (int64_t i = 0; i < w->sum.leaves; i++) {
+        if (multiply_leaf(w, m, rows, width, block + i * step, packed + i * w->leaf_bytes, current, width)) return 1;
+        for (level = 0; i >> level & 1; level++)
+            for (int64_t j = 0; j < m * width; j++) current[j] = sums[level][j] + current[j];
+        float *waiting = sums[level];
+        sums[level] = current, current = waiting;
+    }
+    for (int64_t i = 0; i < m; i++) memcpy(c + i * w->ldc, sums[level] + i * width, width * sizeof(float));
+    return 0;
+}
+
 /* The block's rows, of which `m` count, with panels [begin, end). */
 static int multiply(const Work *w, int64_t m, int64_t rows, const uint16_t *block, int64_t begin, int64_t end, float *c) {
     for (int64_t panel = begin; panel < end; panel++) {
         int64_t width = width_of(w->n, panel);
-        const Packing *packing = panel_packing(w->k, width);
-        const char *packed = w->packed + panel * w->parts * w->bytes;
+        const char *packed = w->packed + panel * w->sum.parts * w->bytes;
         float *target = c + panel * PANEL;
-        if (m == rows && w->parts == 1) {
-            if (run_one(packing, rows, block, packed, target, w->ldc)) return 1;
-            continue;
-        }
-        /* The parts of A that are multiplied with a part of B are one product: with the first all, with the last one. */
-        float *products = own_memory(EDGE, w->parts * rows * PANEL * sizeof(float));
-        for (int part = 0, count = w->parts; count; part++, count--) {
-            if (run_one(packing, count * rows, block, packed + part * part_bytes(w->k, width), products, width)) return 1;
-            add_products(m, rows, width, count, products, part == 0, target, w->ldc);
-        }
+        if (w->sum.leaves > 1 ? multiply_tree(w, m, rows, width, block, packed, target)
+                                : multiply_leaf(w, m, rows, width, block, packed, target, w->ldc))
+            return 1;
     }
     return 0;
 }
@@ -273,9 +318,10 @@ static int64_t most_columns(int size, int64_t n) {
 }
 
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-               int parts, const void *packed, float *c, int64_t ldc) {
-    int64_t depth = round_up(k, DEPTH_STEP), fitting = BLOCK_ELEMENTS / (parts * depth);
-    int64_t most = block_rows(fitting < MOST_ROWS ? fitting : MOST_ROWS, MOST_ROWS);
+               Summation sum, const void *packed, float *c, int64_t ldc) {
+    int64_t leaf = k / sum.leaves, depth = round_up(leaf, DEPTH_STEP), elements = sum.parts * sum.leaves * depth;
+    int64_t fitting = BLOCK_ELEMENTS / elements, limit = sum.leaves > 1 ? TREE_ROWS : MOST_ROWS;
+    int64_t most = block_rows(fitting < limit ? fitting : limit, limit);
     int64_t steps = (m + LEAST_ROWS - 1) / LEAST_ROWS, first = 0, last = steps, begin = 0, end = num_panels(n);
     /* Members that share panels convert all rows each, and those that share rows read all panels: few rows are cheap to
      * convert, if panels can be shared evenly. */
@@ -284,13 +330,15 @@ void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, i
         share_out(member, end, &begin, &end);
     else
         share_out(member, steps, &first, &last);
-    Work work = {n, k, ldc, part_bytes(k, width_of(n, 0)), parts, packed};
-    uint16_t *block = own_memory(BLOCK, most * parts * depth * sizeof *block);
-    if (!block || work.bytes < 0 || begin == end) return;
+    Work work = {n, leaf, ldc, part_bytes(leaf, width_of(n, 0)), leaf_bytes(leaf, n, sum.parts), sum, packed};
+    uint16_t *block = own_memory(BLOCK, most * elements * sizeof *block);
+    if (!block || work.bytes < 0 || work.leaf_bytes < 0 || begin == end) return;
     int64_t stop = last * LEAST_ROWS < m ? last * LEAST_ROWS : m;
     for (int64_t i = first * LEAST_ROWS; i < stop; i += most) {
         int64_t count = stop - i < most ? stop - i : most, rows = block_rows(count, most);
-        convert_rows(count, rows, k, depth, a + i * a_row, a_row, a_column, parts, block);
+        for (int j = 0; j < sum.leaves; j++)
+            convert_rows(count, rows, leaf, depth, a + i * a_row + j * leaf * a_column, a_row, a_column, sum.parts,
+                         block + j * sum.parts * rows * depth);
         if (multiply(&work, count, rows, block, begin, end, c + i * ldc)) failed("oneDNN failed to multiply");
     }
 }

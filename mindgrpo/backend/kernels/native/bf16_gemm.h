@@ -14,18 +14,23 @@
 
 enum { MOST_PARTS = 3 };
 
+/* How a product is summed. `leaves` as in gemm_tree (gemm.h): 1, or a power of two that divides k. */
+typedef struct {
+    int parts, leaves;
+} Summation;
+
 /* Bytes of a packed B [k, n]; -1 where oneDNN fails. */
-int64_t packed_matrix_bytes(int64_t k, int64_t n, int parts);
+int64_t packed_matrix_bytes(int64_t k, int64_t n, Summation sum);
 
 /* The member's share of packing: element (p, j) of B [k, n], float or bfloat16, is b[p * b_row + j * b_column], one of the
  * two 1. `packed` is 64-byte aligned. Others may use it once all members have met. */
 void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
-                 int parts, void *packed);
+                 Summation sum, void *packed);
 
 /* The member's share of C[m, n] = A[m, k] B; A's element (i, p) is a[i * a_row + p * a_column], one of the two 1; ldc the
  * floats from one row of C to the next. */
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-               int parts, const void *packed, float *c, int64_t ldc);
+               Summation sum, const void *packed, float *c, int64_t ldc);
 
 /* Whether any of these failed since the last call of this; a sentence's part in `why`. */
 int bf16_gemm_failed(const char **why);

@@ -142,14 +142,17 @@ static int meet(Group *g, int64_t operation) {
     return status ? status : in_step(g);
 }
 
+/* In a binary tree: with the tree of products' leaves below it (gemm.h) a sum has the same bits on any number of ranks
+ * that is a power of two. */
 #define ADD(TYPE)                                                                                 \
     for (int64_t at = 0; at < bytes; at += BLOCK * sizeof(TYPE)) {                                \
-        int64_t n = (bytes - at) / (int64_t)sizeof(TYPE);                                         \
-        TYPE *total = (TYPE *)(slot(g, half, 0) + from + at);                                     \
-        for (int m = 1; m < g->size; m++) {                                                       \
-            const TYPE *part = (const TYPE *)(slot(g, half, m) + from + at);                      \
-            for (int64_t i = 0; i < (n < BLOCK ? n : BLOCK); i++) total[i] += part[i];            \
-        }                                                                                         \
+        int64_t left = (bytes - at) / (int64_t)sizeof(TYPE), n = left < BLOCK ? left : BLOCK;     \
+        for (int step = 1; step < g->size; step *= 2)                                             \
+            for (int m = 0; m + step < g->size; m += 2 * step) {                                  \
+                TYPE *total = (TYPE *)(slot(g, half, m) + from + at);                             \
+                const TYPE *part = (const TYPE *)(slot(g, half, m + step) + from + at);           \
+                for (int64_t i = 0; i < n; i++) total[i] += part[i];                              \
+            }                                                                                     \
     }
 
 /* Adds the slots' bytes [from, from + bytes) into the first. */

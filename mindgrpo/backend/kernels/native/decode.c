@@ -5,6 +5,7 @@
  */
 #include "collective.h"
 #include "rollout.h"
+#include "rows.h"
 
 enum { RUN_ROWS = 8 };
 
@@ -42,7 +43,7 @@ static int work_of(const Call *call, const Rollout *g, int64_t layer, int is_pro
         most = shared > most ? shared : most;
         most_own = own > most_own ? own : most_own;
     }
-    w->member_floats = padded(RUN_ROWS * (g->queries / g->kv) * (padded(most) + padded(most_own) + 2 * g->dim));
+    w->member_floats = padded(RUN_ROWS * (g->queries / g->kv) * (padded(most) + padded(most_own) + VEC + 2 * g->dim));
     /* And keys or values in float32, where they are kept in less. */
     if (g->itemsize < (int64_t)sizeof(float)) w->member_floats += g->dim * padded(most > most_own ? most : most_own);
     w->width = (g->queries + 2 * g->kv) * g->dim;
@@ -61,7 +62,7 @@ static void norm_rows(const Work *w, Member member) {
     pool_meet(member);
 }
 
-/* Rotates the row's queries in place and puts its keys and values where they are kept. */
+/* Rotates and scales the row's queries in place and puts its keys and values where they are kept. */
 static void keep_row(const Work *w, int64_t row) {
     const Rollout *g = w->g;
     const float *bias = w->bias;
@@ -74,7 +75,7 @@ static void keep_row(const Work *w, int64_t row) {
         norm_and_rope(source, bias ? bias + head * dim : NULL, is_query ? w->q_norm : w->k_norm, g->eps, angles, dim,
                       rotated);
         if (is_query) {
-            memcpy(source, rotated, dim * sizeof(float));
+            for (int64_t i = 0; i < dim; i++) source[i] = rotated[i] * (float)g->score_scale;
             continue;
         }
         int64_t keys = (head - g->queries) * dim * target.room + at;
@@ -88,19 +89,8 @@ static void keep_row(const Work *w, int64_t row) {
     }
 }
 
-/* scores -> exp(scale * (scores - their largest)) on the first `count` of each of two parts; 0 on the rest of the first
- * one. Returns one over their sum. */
-static float softmax(float *scores, int64_t shared, int64_t shared_end, float *own_scores, int64_t own, float scale) {
-    float top = fmaxf(largest(scores, shared), largest(own_scores, own)), sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < shared; i++) sum += scores[i] = fast_exp((scores[i] - top) * scale);
-    for (int64_t i = shared; i < shared_end; i++) scores[i] = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < own; i++) sum += own_scores[i] = fast_exp((own_scores[i] - top) * scale);
-    return 1.0f / sum;
-}
-
-/* Rows [begin, end) of one prefix, one head of keys and the queries that share it. */
+/* Rows [begin, end) of one prefix, one head of keys and the queries that share it. Rows of slots see the same `shared` of
+ * the prefix. */
 static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, float *memory) {
     const Rollout *g = w->g;
     int64_t dim = g->dim, share = g->queries / g->kv, count = (end - begin) * share, most = 0, most_own = 0;
@@ -108,8 +98,8 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
         most = w->shared[i] > most ? w->shared[i] : most;
         most_own = own_of(w, i) > most_own ? own_of(w, i) : most_own;
     }
-    int64_t split = padded(most), stride = split + padded(most_own);
-    float *queries = memory, *mixed = queries + count * dim, *scores = mixed + count * dim, inverse[count];
+    int64_t split = padded(most), stride = split + padded(most_own) + VEC;
+    float *queries = memory, *mixed = queries + count * dim, *scores = mixed + count * dim, inverse[count], top;
     for (int64_t i = begin; i < end; i++)
         memcpy(queries + (i - begin) * share * dim, w->qkv + i * w->width + head * share * dim,
                share * dim * sizeof(float));
@@ -119,17 +109,16 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
     const float *keys = cached_floats(g, prefix.keys, head * dim * prefix.room, dim, split, &ld, room);
     gemm_alone(count, split, dim, queries, dim, 1, keys, ld, scores, stride, 0);
     for (int64_t i = begin; i < end; i++) {
-        int64_t first = (i - begin) * share, own = own_of(w, i);
+        int64_t first = (i - begin) * share, own = own_of(w, i), shared = w->shared[i];
         if (own) {
             Region slot = slot_region(g, w->layer, g->row_slot[i]);
             ld = slot.room;
             keys = cached_floats(g, slot.keys, head * dim * slot.room, dim, padded(own), &ld, room);
             gemm_alone(share, padded(own), dim, queries + first * dim, dim, 1, keys, ld,
-                       scores + first * stride + split, stride, 0);
+                       scores + first * stride + shared, stride, 0);
         }
         for (int64_t q = first; q < first + share; q++)
-            inverse[q] =
-                softmax(scores + q * stride, w->shared[i], most, scores + q * stride + split, own, 1.0f / sqrtf(dim));
+            inverse[q] = 1.0f / exp_row(scores + q * stride, shared + own, most, &top);
     }
     ld = dim;
     const float *values = cached_floats(g, prefix.values, head * dim * prefix.room, most, dim, &ld, room);
@@ -139,8 +128,8 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
         if (own) {
             Region slot = slot_region(g, w->layer, g->row_slot[i]);
             values = cached_floats(g, slot.values, head * dim * slot.room, own, dim, &ld, room);
-            gemm_alone(share, dim, own, scores + first * stride + split, stride, 1, values, dim, mixed + first * dim,
-                       dim, 1);
+            gemm_alone(share, dim, own, scores + first * stride + w->shared[i], stride, 1, values, dim,
+                       mixed + first * dim, dim, 1);
         }
         float *out = w->mixed + (i * g->queries + head * share) * dim;
         for (int64_t q = 0; q < share; q++)
@@ -148,10 +137,15 @@ static void attend_run(const Work *w, int64_t begin, int64_t end, int64_t head, 
     }
 }
 
+/* Whether row `i` is attended to beside the row before it. */
+static int joins_run(const Work *w, int64_t i) {
+    return w->prefix[i] == w->prefix[i - 1] && (!w->own || w->shared[i] == w->shared[i - 1]);
+}
+
 static void attend_rows(const Work *w, Member member) {
     int64_t begins[w->rows + 1], runs = 0;
     for (int64_t i = 0; i < w->rows; i++)
-        if (i == 0 || w->prefix[i] != w->prefix[i - 1] || i - begins[runs - 1] == RUN_ROWS) begins[runs++] = i;
+        if (i == 0 || !joins_run(w, i) || i - begins[runs - 1] == RUN_ROWS) begins[runs++] = i;
     begins[runs] = w->rows;
     /* In turn, as neighbours are alike in length. */
     for (int64_t i = member.index; i < runs * w->g->kv; i += member.size) {
@@ -186,10 +180,7 @@ static void mlp(void *task, Member member) {
              w->qkv, 2 * inner);
     pool_meet(member);
     share_out(member, w->rows, &begin, &end);
-    for (int64_t i = begin; i < end; i++) {
-        float *gate = w->qkv + 2 * i * inner, *up = gate + inner;
-        for (int64_t j = 0; j < inner; j++) gate[j] = silu(gate[j]) * up[j];
-    }
+    for (int64_t i = begin; i < end; i++) gate_row(w->qkv + 2 * i * inner, inner, w->qkv + 2 * i * inner);
     pool_meet(member);
     multiply(w->g, member, MATRICES * w->layer + DOWN, w->rows, hidden, inner, w->qkv, 2 * inner, w->second, 0,
              w->delta, hidden);

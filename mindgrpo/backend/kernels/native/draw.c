@@ -131,7 +131,7 @@ static float threshold_of(const Row *row, Gathered *all, float *room) {
 
 /* Of this rank's tokens; `room` takes a float a block. */
 static Winner own_winner(const Row *row, float threshold, float *room) {
-    return winner_of(row, room, find_largest(row, room), threshold, NULL);
+    return winner_of(row, room, find_largest(row, room), threshold);
 }
 
 /* Of all ranks' candidates. */
@@ -170,12 +170,12 @@ static void give_scores(void *task, Member member) {
 
 /* Log of the sum of the plain distribution's masses. */
 static float plain_log_sum(const Rollout *g, const Gathered *all) {
-    float top = NONE;
-    double sum = 0.0;
-    for (int64_t r = 0; r < g->tp_size; r++) top = fmaxf(top, stats_of(all, r)[RAW_TOP]);
-    for (int64_t r = 0; r < g->tp_size; r++)
-        sum += (double)stats_of(all, r)[RAW_SUM] * fast_exp(stats_of(all, r)[RAW_TOP] - top);
-    return top + logf(sum);
+    RowStats leaves[g->tp_size * g->vocab_leaves];
+    for (int64_t i = 0; i < g->tp_size * g->vocab_leaves; i++) {
+        const float *leaf = stats_of(all, i / g->vocab_leaves) + leaves_at(g) + OF_LEAF * (i % g->vocab_leaves);
+        leaves[i] = (RowStats){leaf[0], leaf[1], 0.0f, 0.0f};
+    }
+    return log_sum(merge_leaves(leaves, g->tp_size * g->vocab_leaves));
 }
 
 /* (embedding, token, log-prob), zero on all ranks but the token's. */

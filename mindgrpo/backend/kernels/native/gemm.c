@@ -1,9 +1,12 @@
 /* See gemm.h. B goes by in panels of 32 columns, each against all rows of A in blocks of up to 12. */
 #include "gemm.h"
 
+#include <stdlib.h>
+
 /* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
  * While it is turned, what is copied stays in the first cache. */
-enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12 };
+enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12, TREE_ROWS = 8 * MOST_ROWS };
+enum { MOST_LEVELS = 16 };
 
 /* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
  * columns at `next` come to the caches, if there are any: a copy of them would wait for each row. */
@@ -113,4 +116,46 @@ void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_
                 panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, next, ldb, c + j, ldc,
                               keep || p > 0);
             }
+}
+
+/* Up to 12 rows of C from a whole panel; returns how many. `leaf` is the depth of each of the leaves. */
+static int64_t tree_rows(int64_t m, int64_t width, int64_t leaf, int64_t leaves, const float *a, int64_t lda, const float *b,
+                         int64_t ldb, float *c, int64_t ldc) {
+    /* Sums of 2^level leaves that wait for their neighbours', as in a binary counter. */
+    float sums[MOST_LEVELS][MOST_ROWS * PANEL], sum[MOST_ROWS * PANEL];
+    int64_t rows = 0, level = 0;
+    for (int64_t i = 0; i < leaves; i++) {
+        rows = some_rows(m, 2, leaf, a + i * leaf, lda, 1, b + i * leaf * ldb, ldb, sum, PANEL, 0);
+        for (level = 0; i >> level & 1; level++)
+            for (int64_t j = 0; j < rows * PANEL; j += VEC) *(vec16 *)(sum + j) = *(vec16 *)(sums[level] + j) + *(vec16 *)(sum + j);
+        memcpy(sums[level], sum, rows * PANEL * sizeof(float));
+    }
+    for (int64_t r = 0; r < rows; r++) memcpy(c + r * ldc, sum + r * PANEL, width * sizeof(float));
+    return rows;
+}
+
+void gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
+               const float *b, int64_t ldb, float *c, int64_t ldc) {
+    static __thread float *copied;
+    static __thread int64_t copied_floats;
+    int64_t begin, end, leaf = k / leaves;
+    if (copied_floats < k * PANEL) {
+        free(copied);
+        copied = aligned_alloc(64, k * PANEL * sizeof(float));
+        copied_floats = copied ? k * PANEL : 0;
+    }
+    share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
+    for (int64_t i = 0; i < m; i += TREE_ROWS) {
+        int64_t rows = m - i < TREE_ROWS ? m - i : TREE_ROWS;
+        for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL) {
+            int64_t width = n - j < PANEL ? n - j : PANEL, ld = ldb;
+            const float *panel = b + j;
+            if (rows >= COPY_FROM || width < PANEL) {
+                copy_panel(k, width, panel, ldb, copied);
+                panel = copied, ld = PANEL;
+            }
+            for (int64_t r = i; r < i + rows;)
+                r += tree_rows(i + rows - r, width, leaf, leaves, a + r * lda, lda, panel, ld, c + r * ldc + j, ldc);
+        }
+    }
 }

@@ -48,25 +48,23 @@ static void find_candidates(const Row *row, float *stats, float *room) {
 
 static void write_stats(const Token *t, int64_t number, float *room) {
     const Rollout *g = t->g;
-    float *stats = t->stats + number * t->columns;
-    Row row = row_of(t, number), raw = row;
-    raw.seen = NULL;
-    raw.is_banned = 0;
-    double mass = 0.0;
-    int is_raw = !row.seen && !row.is_banned, decides = decides_alone(g);
-    stats[RAW_TOP] = stats[TOP] = find_largest(&raw, room);
-    if (!is_raw) stats[TOP] = find_largest(&row, room);
-    if (!is_raw || !decides) mass = mass_of(&raw, stats[RAW_TOP]);
+    float *stats = t->stats + number * t->columns, *leaves = stats + leaves_at(g);
+    int64_t leaf = g->vocab_rows / g->vocab_leaves;
+    Row row = row_of(t, number);
+    for (int64_t i = 0; i < g->vocab_leaves; i++, leaves += OF_LEAF) {
+        int64_t real = g->vocab - i * leaf < leaf ? g->vocab - i * leaf : leaf;
+        RowStats of_leaf = stats_of_row(row.logits + i * leaf, real, g->scale, -1);
+        leaves[0] = of_leaf.top, leaves[1] = of_leaf.sum;
+    }
+    stats[TOP] = find_largest(&row, room);
     /* What is gathered must be numbers. */
-    memset(stats + MORE, 0, (t->columns - MORE) * sizeof(float));
+    memset(stats + MORE, 0, (leaves_at(g) - MORE) * sizeof(float));
     if (g->top_k)
         find_candidates(&row, stats, room);
     else if (has_nucleus(g))
         histogram(&row, 0, 0, stats[TOP], stats + FIRST);
-    else if (decides)
-        give_winner(winner_of(&row, room, stats[TOP], min_p_threshold(g, stats[TOP]), is_raw ? &mass : NULL),
-                    stats + SCORE);
-    stats[RAW_SUM] = mass;
+    else if (decides_alone(g))
+        give_winner(winner_of(&row, room, stats[TOP], min_p_threshold(g, stats[TOP])), stats + SCORE);
 }
 
 static void head(void *task, Member member) {

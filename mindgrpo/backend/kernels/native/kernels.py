@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
@@ -37,8 +38,19 @@ def _float32_twice(*types: Any) -> Any:
     return ms.float32, ms.float32
 
 
-def _four_a_row(logits: Any, *others: Any) -> Any:
-    return [logits[0], 4]
+def _float32_thrice(*types: Any) -> Any:
+    return ms.float32, ms.float32, ms.float32
+
+
+def _rows_thrice(stats: Any) -> Any:
+    return [stats[0]], [stats[0]], [stats[0]]
+
+
+def _four_a_leaf(leaves: int) -> Callable[..., Any]:
+    def shape(rows: Any, *others: Any) -> Any:
+        return [rows[0], 4 * leaves]
+
+    return shape
 
 
 class _LogProbs(nn.Cell):
@@ -51,10 +63,19 @@ class _LogProbs(nn.Cell):
 class _LogProbStats(_LogProbs):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
-        self.run = operation("log_prob_stats", _four_a_row, as_first)
+        self.run = operation("log_prob_stats", _four_a_leaf(vocabulary.leaves), as_first)
 
     def construct(self, logits: Any, labels: Any) -> Any:
         return self.run(logits, labels, self.sizes, self.scale)
+
+
+class _LogProbsOfStats(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = operation("log_probs_of_stats", _rows_thrice, _float32_thrice)
+
+    def construct(self, stats: Any) -> Any:
+        return self.run(stats)
 
 
 class _LogProbGrad(_LogProbs):
@@ -77,7 +98,8 @@ class _LinearLogProbs(_LogProbs):
 class _LinearLogProbStats(_LinearLogProbs):
     def __init__(self, vocabulary: Vocabulary, num_parts: int) -> None:
         super().__init__(vocabulary, num_parts)
-        self.run = operation("linear_log_prob_stats", _four_a_row, as_first)
+        shape = _four_a_leaf(vocabulary.leaves)
+        self.run = operation("linear_log_prob_stats", shape, as_first)
 
     def construct(self, x: Any, table: Any, labels: Any) -> Any:
         return self.run(x, table, labels, self.sizes, self.scale, self.num_parts)
@@ -113,40 +135,55 @@ def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
 
 
 class _MatMul(nn.Cell):
-    """A product of bfloat16 parts, whose gradients are such products."""
+    """A product as bf16_gemm.h's Summation says, in float32 where `num_parts` is None.
 
-    def __init__(self, num_parts: int, transpose_b: bool) -> None:
+    Its gradients are products in one leaf: of as many parts, or MindSpore's own, which are faster in float32.
+    """
+
+    def __init__(self, num_parts: int | None, transpose_b: bool, leaves: int) -> None:
         super().__init__()
-        straight = ("bf16_product", _product)
-        turned = ("bf16_product_turned", _turned_product)
+        straight = ("product", _product)
+        turned = ("product_turned", _turned_product)
         forward, backward = (turned, straight) if transpose_b else (straight, turned)
         back = operation(*backward, as_first)
-        gradient = operation("bf16_product_gradient", _gradient_product, as_first)
+        gradient = operation("product_gradient", _gradient_product, as_first)
+        in_one = Tensor([num_parts or 0, 1], ms.int32)
 
-        def bprop(x: Any, weight: Any, num_parts: Any, out: Any, dout: Any) -> Any:
+        def bprop(x: Any, weight: Any, summation: Any, out: Any, dout: Any) -> Any:
             rows, columns = (dout, x) if transpose_b else (x, dout)
             return (
-                back(dout, weight, num_parts),
-                gradient(rows, columns, num_parts),
-                ops.zeros_like(num_parts),
+                back(dout, weight, in_one),
+                gradient(rows, columns, in_one),
+                ops.zeros_like(summation),
+            )
+
+        plain_back = ops.MatMul(transpose_b=not transpose_b)
+        plain_gradient = ops.MatMul(transpose_a=True)
+
+        def plain_bprop(x: Any, weight: Any, summation: Any, out: Any, dout: Any) -> Any:
+            rows, columns = (dout, x) if transpose_b else (x, dout)
+            return (
+                plain_back(dout, weight),
+                plain_gradient(rows, columns),
+                ops.zeros_like(summation),
             )
 
         # The operation's and not the cell's own: of these MindSpore computes nothing again.
-        self.run = operation(*forward, as_first, bprop)
-        self.num_parts = Tensor([num_parts], ms.int32)
+        self.run = operation(*forward, as_first, plain_bprop if num_parts is None else bprop)
+        self.summation = Tensor([num_parts or 0, leaves], ms.int32)
 
     def construct(self, x: Any, weight: Any) -> Any:
-        return self.run(x, weight, self.num_parts)
+        return self.run(x, weight, self.summation)
 
 
 class _MatMulGradient(nn.Cell):
     def __init__(self, num_parts: int) -> None:
         super().__init__()
-        self.run = operation("bf16_product_gradient", _gradient_product, as_first)
-        self.num_parts = Tensor([num_parts], ms.int32)
+        self.run = operation("product_gradient", _gradient_product, as_first)
+        self.summation = Tensor([num_parts, 1], ms.int32)
 
     def construct(self, x: Any, dy: Any) -> Any:
-        return self.run(x, dy, self.num_parts)
+        return self.run(x, dy, self.summation)
 
 
 # Outputs' shapes and dtypes from the inputs', as library.as_first, of one kernel each.
@@ -238,7 +275,7 @@ class _PositionsAndSpans(nn.Cell):
 
 
 class _Attention(nn.Cell):
-    def __init__(self, heads: Heads, rotary: np.ndarray) -> None:
+    def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
         super().__init__()
         queries, dim = heads.queries, heads.dim
 
@@ -275,7 +312,7 @@ class _Attention(nn.Cell):
 
         self.run = operation("attention", mixed_shapes, _as_first_twice, bprop)
         self.rotary = Tensor(rotary)
-        self.sizes = Tensor([queries, heads.kv, dim], ms.int32)
+        self.sizes = Tensor([queries, heads.kv, dim, int(is_narrow)], ms.int32)
         self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
     def construct(
@@ -289,9 +326,9 @@ class _Attention(nn.Cell):
 class _Mixed(nn.Cell):
     """Hides the log-sum-exp, which only the backward wants."""
 
-    def __init__(self, heads: Heads, rotary: np.ndarray) -> None:
+    def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
         super().__init__()
-        self.attention = _Attention(heads, rotary)
+        self.attention = _Attention(heads, rotary, is_narrow)
 
     def construct(
         self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
@@ -308,8 +345,10 @@ class NativeKernels(Kernels):
     has_adamw = True
     has_slots = True
 
-    def __init__(self, num_parts: int | None = None) -> None:
+    def __init__(self, num_parts: int | None = None, is_narrow: bool = False) -> None:
         """Takes factors of matrix products as sums of `num_parts` bfloat16 numbers (bf16_gemm.h); None: as float32.
+
+        `is_narrow`: keys and values are kept in bfloat16.
 
         Raises RuntimeError without the C library, UserError for a processor without bfloat16 products.
         """
@@ -321,11 +360,21 @@ class NativeKernels(Kernels):
                 "it does with AVX-512 only, and this processor has none; set them to highest and float32."
             )
         self.num_parts = num_parts
+        self._is_narrow = is_narrow
 
-    def matmul(self, transpose_b: bool = False) -> Any:
-        if self.num_parts is None:
+    def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Any:
+        if self.num_parts is None and not self.batch_invariant:
             return super().matmul(transpose_b)
-        return _MatMul(self.num_parts, transpose_b)
+        return _MatMul(self.num_parts, transpose_b, leaves)
+
+    def float32_matmul(self) -> Any:
+        return _MatMul(None, False, 1)
+
+    def float32_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        product = np.empty((len(a), b.shape[1]), np.float32)
+        factors = map(np.ascontiguousarray, (a, b))
+        call_kernel("product", *factors, np.array([0, 1], np.int32), product)
+        return product
 
     def matmul_gradient(self) -> Any:
         return (
@@ -354,7 +403,7 @@ class NativeKernels(Kernels):
         return _PositionsAndSpans()
 
     def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
-        return _Mixed(heads, rotary)
+        return _Mixed(heads, rotary, self._is_narrow)
 
     def adamw(
         self,
@@ -387,6 +436,9 @@ class NativeKernels(Kernels):
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbStats(vocabulary)
+
+    def log_probs_of_stats(self) -> nn.Cell:
+        return _LogProbsOfStats()
 
     def log_prob_grad(self, vocabulary: Vocabulary) -> nn.Cell:
         return _LogProbGrad(vocabulary)

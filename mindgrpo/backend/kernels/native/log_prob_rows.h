@@ -1,33 +1,8 @@
-/* A row of logits over a stretch of the vocabulary: what its log-probabilities need of it, and their gradient. */
+/* The gradient of a row of logits over a stretch of the vocabulary. */
 #ifndef MINDGRPO_LOG_PROB_ROWS_H
 #define MINDGRPO_LOG_PROB_ROWS_H
 
-#include "vec16.h"
-
-/* With l = logits * scale: the largest l, sum exp(l - top), sum exp(l - top) l, and l of the label or 0. */
-typedef struct {
-    float top, sum, moment, label;
-} RowStats;
-
-static const RowStats NO_STATS = {-1e30f, 0.0f, 0.0f, 0.0f};
-
-/* `real` columns count; the label is number `at` of them, if it is one. */
-static inline RowStats stats_of_row(const float *row, int64_t real, float scale, int64_t at) {
-    float top = real > 0 ? fmaxf(largest(row, real), -1e30f) * scale : -1e30f, total = 0.0f, moment = 0.0f;
-#pragma omp simd reduction(+ : total, moment)
-    for (int64_t j = 0; j < real; j++) {
-        float mass = fast_exp(row[j] * scale - top);
-        total += mass;
-        moment += mass * row[j];
-    }
-    return (RowStats){top, total, moment * scale, at >= 0 && at < real ? row[at] * scale : 0.0f};
-}
-
-/* Of two stretches together. */
-static inline RowStats merge_stats(RowStats a, RowStats b) {
-    float top = fmaxf(a.top, b.top), of_a = fast_exp(a.top - top), of_b = fast_exp(b.top - top);
-    return (RowStats){top, a.sum * of_a + b.sum * of_b, a.moment * of_a + b.moment * of_b, a.label + b.label};
-}
+#include "rows.h"
 
 /* What the whole row has: its log-sum-exp and entropy, and the gradients of its log-probability and entropy. */
 typedef struct {

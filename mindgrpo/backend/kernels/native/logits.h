@@ -8,16 +8,18 @@
 
 #include "gumbel.h"
 #include "rollout.h"
+#include "rows.h"
 #include "select.h"
 
-/* Columns of a rank's stats of a row: the largest logit of the plain distribution and its sum of exp(logit - largest);
- * the largest logit of the one that is drawn from; a score and its token. From FIRST on
+/* Columns of a rank's stats of a row: the largest logit of the distribution that is drawn from; a score and its token. From
+ * FIRST on
  * - with top-k its k largest logits, then their tokens. MORE logits equal the smallest of these: the score is the
  *   largest one among them;
  * - with top-p and no top-k the mass in each of BINS ranges of logits;
  * - where a rank decides alone nothing: the score is its largest one.
+ * At the end, of each leaf of the vocabulary, `top` and `sum` of the plain distribution (RowStats of rows.h).
  * What is gathered must be numbers: NONE stands for minus infinity. */
-enum { RAW_TOP, RAW_SUM, TOP, MORE, SCORE, TOKEN, FIRST };
+enum { TOP, MORE, SCORE, TOKEN, FIRST, OF_LEAF = 2 };
 #define NONE (-FLT_MAX)
 enum { BLOCK = 64, BINS = 256, ROUNDS = 4, BITS = 8 };
 
@@ -54,9 +56,11 @@ static inline int decides_alone(const Rollout *g) {
     return !g->top_k && g->top_p >= 1.0 && (g->min_p <= 0.0 || g->tp_size == 1);
 }
 
-static inline int64_t num_columns(const Rollout *g) {
+static inline int64_t leaves_at(const Rollout *g) {
     return FIRST + (g->top_k ? 2 * g->candidates : has_nucleus(g) ? BINS : 0);
 }
+
+static inline int64_t num_columns(const Rollout *g) { return leaves_at(g) + OF_LEAF * g->vocab_leaves; }
 
 /* Of min-p alone; minus infinity where it is off. */
 static inline float min_p_threshold(const Rollout *g, float top) {

@@ -1,6 +1,6 @@
 /* Row by row: RMS norm, with or without the residual sum before it, the gated activation of the MLP, and embeddings. */
 #include "kernel.h"
-#include "vec16.h"
+#include "rows.h"
 
 static void norm_rows(const Call *call, int64_t begin, int64_t end) {
     float **p = (float **)call->params, *y = p[3];
@@ -72,10 +72,7 @@ static void gated_rows(const Call *call, int64_t begin, int64_t end) {
     const float *both = call->params[0];
     float *y = call->params[1];
     int64_t width = dim(call, 'I');
-    for (int64_t i = begin; i < end; i++) {
-        const float *gate = both + 2 * i * width, *up = gate + width;
-        for (int64_t j = 0; j < width; j++) y[i * width + j] = silu(gate[j]) * up[j];
-    }
+    for (int64_t i = begin; i < end; i++) gate_row(both + 2 * i * width, width, y + i * width);
 }
 
 /* gate and up, one behind the other in a row -> silu(gate) * up */

@@ -47,6 +47,9 @@ static int check_table(const Call *call, const Rollout *g) {
     if (g->NAME##_count < (LEAST))     \
         return refuse(call, "%s has %ld elements, but needs %ld", #NAME, g->NAME##_count, (int64_t)(LEAST));
     ROLLOUT_FIELDS(NO_CHECK, CHECK_ARRAY)
+    if (g->leaves < 1 || g->inner % g->leaves || g->queries * g->dim % g->leaves || g->vocab_leaves < 1 ||
+        g->vocab_rows % g->vocab_leaves)
+        return refuse(call, "%ld leaves of products and %ld of the vocabulary", g->leaves, g->vocab_leaves);
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
     return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
 }

@@ -19,9 +19,11 @@
 #define ROLLOUT_FIELDS(NUMBER, ARRAY)                                                                            \
     /* this rank's share of the model */                                                                         \
     NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
-    NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) ARRAY(float, rotary, 2 * g->dim)                \
+    NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) NUMBER(double, score_scale) ARRAY(float, rotary, 2 * g->dim)                \
     NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \
     NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)                                                                 \
+    /* leaves of sums over ranks: of row-parallel products (gemm.h), and of the vocabulary */                        \
+    NUMBER(int64_t, leaves) NUMBER(int64_t, vocab_leaves)                                                            \
     /* the ranks that share it, by their number in collective.h; -1 for none */                                      \
     NUMBER(int64_t, group)                                                                                           \
     /* where its weights lie (LayerWeights for each layer, then TokenWeights), of `itemsize` bytes an element */        \
@@ -136,8 +138,12 @@ static inline void embed_token(const Rollout *g, int64_t token, float *row) {
 /* The member's share of y [m, n] = x [m, k] w: w [k, n], or [n, k] where `turned`, is matrix number `matrix`. */
 static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t m, int64_t n, int64_t k,
                             const float *x, int64_t ldx, const float *w, int turned, float *y, int64_t ldy) {
+    int in_leaves = matrix % MATRICES == OUT || matrix % MATRICES == DOWN;
+    Summation sum = {g->parts, in_leaves ? g->leaves : 1};
     if (g->parts)
-        bf16_gemm(member, m, n, k, x, ldx, 1, g->parts, g->packed + g->packed_at[matrix], y, ldy);
+        bf16_gemm(member, m, n, k, x, ldx, 1, sum, g->packed + g->packed_at[matrix], y, ldy);
+    else if (sum.leaves > 1)
+        gemm_tree(member, m, n, k, sum.leaves, x, ldx, w, n, y, ldy);
     else
         gemm(member, m, n, k, x, ldx, 1, w, turned ? k : n, turned, y, ldy, 0);
 }

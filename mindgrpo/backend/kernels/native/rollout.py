@@ -36,7 +36,7 @@ DTYPES = {
     "double": np.float64,
 }
 # native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
-FIRST, BINS = 6, 256
+FIRST, BINS = 4, 256
 NOTHING = np.zeros(1, np.float32)
 # What the kernels fill in of each sample.
 BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
@@ -172,7 +172,7 @@ class Slots:
         arrays |= {
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
-        sizes = [packed_bytes(k, n, self._num_parts) for k, n in model_shape.matrices]
+        sizes = [packed_bytes(k, n, self._num_parts, m) for k, n, m in model_shape.matrices]
         room = memory.packed if memory.packed is not None else np.zeros(0, np.uint16)
         arrays["packed"] = room.view(np.uint8)
         arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
@@ -197,10 +197,10 @@ class Slots:
             return
         *packed_layers, packed_head = self._packed
         matrices = [matrix for weights in layers for matrix in weights.matrices]
-        num_parts = np.array([self._num_parts], np.int32)
-        for matrix, packed in zip(matrices, packed_layers, strict=True):
-            call_kernel("bf16_pack", matrix, num_parts, packed)
-        call_kernel("bf16_pack_turned", token.head, num_parts, packed_head)
+        sums = [np.array([self._num_parts, m], np.int32) for _, _, m in self._model_shape.matrices]
+        for matrix, own_sum, packed in zip(matrices, sums[:-1], packed_layers, strict=True):
+            call_kernel("product_pack", matrix, own_sum, packed)
+        call_kernel("product_pack_turned", token.head, sums[-1], packed_head)
 
     def use(self, sampling: SamplingParams) -> None:
         """Draws by `sampling` from the next batch on.
@@ -222,6 +222,8 @@ class Slots:
             "vocab": vocab.real,
             "vocab_rows": vocab.width,
             "first_token": vocab.first,
+            "leaves": model_shape.leaves,
+            "vocab_leaves": vocab.leaves,
             "tp_size": model_shape.tp_size,
             "tp_rank": model_shape.tp_rank,
             "group": model_shape.group,
@@ -230,6 +232,7 @@ class Slots:
             "candidates": self._candidates_of(sampling),
             "min_tokens": sampling.min_tokens,
             "eps": model_shape.norm_eps,
+            "score_scale": model_shape.heads.scale,
             "scale": sampling.scale,
             "penalty": sampling.repetition_penalty,
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
@@ -237,7 +240,7 @@ class Slots:
         }
         for name, value in numbers.items():
             self._table[name] = value
-        columns = FIRST + max(2 * self._candidates_of(sampling), BINS)
+        columns = FIRST + max(2 * self._candidates_of(sampling), BINS) + 2 * vocab.leaves
         a_slot = (1 + model_shape.tp_size) * (columns + BINS) + model_shape.hidden + 2
         self._table["stats"] = np.empty(self._capacity * a_slot, np.float32)
 

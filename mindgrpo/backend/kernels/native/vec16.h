@@ -76,33 +76,6 @@ static inline float largest(const float *x, int64_t n) {
 /* 1 / rms(x) of arXiv:1910.07467. */
 static inline float inverse_rms(const float *x, int64_t n, float eps) { return 1.0f / sqrtf(dot(x, x, n) / n + eps); }
 
-/* sum [n] = x (+ added) (+ bias), unless `sum` is NULL, and y [n] the RMS norm of that. */
-static inline void add_and_norm(const float *x, const float *added, const float *bias, const float *weight, float eps,
-                                int64_t n, float *sum, float *y) {
-    for (int64_t j = 0; j < n && sum; j++) sum[j] = x[j] + (added ? added[j] : 0.0f);
-    for (int64_t j = 0; j < n && bias; j++) sum[j] += bias[j];
-    if (sum) x = sum;
-    float scale = inverse_rms(x, n, eps);
-    for (int64_t j = 0; j < n; j++) y[j] = x[j] * scale * weight[j];
-}
-
 static inline float silu(float x) { return x / (1.0f + fast_exp(-x)); }
-
-/* One head of one token as attention takes it: out [D] = source + bias, RMS-normed where `norm` is given, rotated by
- * `angles` (cos [D], then sin [D]; the two halves of a head have the same; arXiv:2104.09864). */
-static inline void norm_and_rope(const float *source, const float *bias, const float *norm, float eps,
-                                 const float *angles, int64_t dim, float *out) {
-    int64_t half = dim / 2;
-    for (int64_t i = 0; i < dim; i++) out[i] = source[i] + (bias ? bias[i] : 0.0f);
-    if (norm) {
-        float scale = inverse_rms(out, dim, eps);
-        for (int64_t i = 0; i < dim; i++) out[i] *= scale * norm[i];
-    }
-    for (int64_t i = 0; i < half; i++) {
-        float low = out[i], high = out[i + half];
-        out[i] = low * angles[i] - high * angles[dim + i];
-        out[i + half] = high * angles[i] + low * angles[dim + i];
-    }
-}
 
 #endif

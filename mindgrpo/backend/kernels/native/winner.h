@@ -44,21 +44,10 @@ static float find_largest(const Row *row, float *of_block) {
     return top;
 }
 
-/* exp(logit - top) of a block's logits, which go to x; gives their sum. */
-static inline float find_masses(const Row *row, int64_t block, float top, float *x, float *masses) {
-    float sum = 0.0f;
+/* exp(logit - top) of a block's logits, which go to x. */
+static inline void find_masses(const Row *row, int64_t block, float top, float *x, float *masses) {
     load_block(row, block, x);
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < BLOCK; i++) sum += masses[i] = fast_exp(x[i] - top);
-    return sum;
-}
-
-/* Of all blocks. */
-static double mass_of(const Row *row, float top) {
-    float x[BLOCK], masses[BLOCK];
-    double total = 0.0;
-    for (int64_t b = 0; b < num_blocks(row->g); b++) total += find_masses(row, b, top, x, masses);
-    return total;
+    for (int64_t i = 0; i < BLOCK; i++) masses[i] = fast_exp(x[i] - top);
 }
 
 /* As two floats that are gathered: NONE and -1 where there is none. */
@@ -121,24 +110,16 @@ static void contest_block(const Row *row, int64_t block, const float *x, const f
                 consider(winner, x[i], token_bits(row->key, (uint32_t)(first + i)), first + i);
 }
 
-/* Of this rank's tokens with a logit of at least `threshold`; `of_block` and `top` are find_largest's. Where `mass` is
- * not NULL it gets the sum of exp(logit - top), in the same pass. */
-static Winner winner_of(const Row *row, const float *of_block, float top, float threshold, double *mass) {
+/* Of this rank's tokens with a logit of at least `threshold`; `of_block` and `top` are find_largest's. */
+static Winner winner_of(const Row *row, const float *of_block, float top, float threshold) {
     float x[BLOCK], masses[BLOCK];
     Winner winner = top > NONE && top >= threshold ? first_largest(row, of_block, top) : NO_WINNER;
-    if (winner.token < 0 || row->g->greedy) {
-        if (mass) *mass = mass_of(row, top);
-        return winner;
-    }
+    if (winner.token < 0 || row->g->greedy) return winner;
     winner.score += gumbel_of(token_bits(row->key, (uint32_t)winner.token));
-    float reach = reach_of(top, winner.score), least = least_of(threshold, winner.score), sum;
-    if (mass) *mass = 0.0;
+    float reach = reach_of(top, winner.score), least = least_of(threshold, winner.score);
     for (int64_t b = 0; b < num_blocks(row->g); b++) {
-        int may_win = !(of_block[b] < least);
-        if (!mass && !may_win) continue;
-        sum = find_masses(row, b, top, x, masses);
-        if (mass) *mass += sum;
-        if (!may_win) continue;
+        if (of_block[b] < least) continue;
+        find_masses(row, b, top, x, masses);
         contest_block(row, b, x, masses, threshold, reach, &winner);
         reach = reach_of(top, winner.score);
         least = least_of(threshold, winner.score);
