@@ -59,7 +59,9 @@ PRECISIONS = [pytest.param(name, marks=WITH_AVX512) for name in NUM_PARTS]
 
 def kernels_named(name: str) -> Kernels:
     """`high` and `medium` are native, with products of bfloat16."""
-    return Kernels() if name == "plain" else NativeKernels(NUM_PARTS.get(name))
+    made = Kernels() if name == "plain" else NativeKernels(NUM_PARTS.get(name))
+    made.batch_invariant = name == "native"
+    return made
 
 
 def random_weights(backend: Backend) -> Weights:

@@ -294,7 +294,7 @@ def test_the_first_update_is_that_of_float32_but_for_rounding(
     found = rows(made(*STEPS, *narrow))[0]
     assert found["reward/mean"] == pytest.approx(expected["reward/mean"], abs=0.1)
     assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.1)
-    assert found["logprob_gap/mean"] < 0.01
+    assert found["logprob_gap/mean"] < (0.01 if narrow == FLOAT16 else 1e-30)
 
 
 # -- who may ask for it ------------------------------------------------------------------------------------------------

@@ -45,11 +45,14 @@ from mindgrpo.weights.local_weights import Weights
 
 MakeGenerator = Callable[..., EmbeddedEngine]
 TrainerLogps = Callable[[Sequence[Request], Sequence[Sample]], list[np.ndarray]]
+Agree = Callable[[Sequence[Request], Sequence[Sample]], None]
 
 
 @pytest.fixture(scope="module")
 def backend() -> CpuBackend:
-    return CpuBackend({})
+    made = CpuBackend({})
+    made.kernels.batch_invariant = True
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -97,23 +100,28 @@ def trainer_logps(backend: CpuBackend, weights: Weights) -> TrainerLogps:
     return of
 
 
-def assert_logps_agree(
-    trainer_logps: TrainerLogps, requests: Sequence[Request], completions: Sequence[Sample]
-) -> None:
-    trained = trainer_logps(requests, completions)
-    assert len(trained) == len(completions)
-    for completion, logps in zip(completions, trained, strict=True):
-        np.testing.assert_allclose(completion.logps, logps, rtol=0, atol=1e-4)
+@pytest.fixture
+def assert_logps_agree(trainer_logps: TrainerLogps, kernels: Kernels) -> Agree:
+    """Bit for bit where the generator has the trainer's kernels."""
+
+    def check(requests: Sequence[Request], completions: Sequence[Sample]) -> None:
+        trained = trainer_logps(requests, completions)
+        assert len(trained) == len(completions)
+        atol = 0 if kernels.batch_invariant else 1e-4
+        for completion, logps in zip(completions, trained, strict=True):
+            np.testing.assert_allclose(completion.logps, logps, rtol=0, atol=atol)
+
+    return check
 
 
 def test_log_probs_are_the_trainers_though_the_stop_id_is_paddings_token(
-    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+    generator_of: MakeGenerator, assert_logps_agree: Agree
 ) -> None:
     requests = requests_of()
     ended_by_padding = False
     for step in range(3):
         completions = run(generator_of(), requests, step)
-        assert_logps_agree(trainer_logps, requests, completions)
+        assert_logps_agree(requests, completions)
         ended_by_padding |= any(
             c.finish_reason == STOPPED and c.tokens[-1] == 0 for c in completions
         )
@@ -122,7 +130,7 @@ def test_log_probs_are_the_trainers_though_the_stop_id_is_paddings_token(
 
 
 def test_log_probs_are_the_trainers_up_to_the_very_last_position(
-    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+    generator_of: MakeGenerator, assert_logps_agree: Agree
 ) -> None:
     requests = requests_of()
     completions = run(generator_of(), requests)
@@ -133,16 +141,16 @@ def test_log_probs_are_the_trainers_up_to_the_very_last_position(
         and len(completion.tokens) == MAX_TOKENS
     ]
     assert longest, "no sample fills its row"
-    assert_logps_agree(trainer_logps, requests, completions)
+    assert_logps_agree(requests, completions)
 
 
 def test_a_group_of_one_has_the_trainers_log_probs(
-    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+    generator_of: MakeGenerator, assert_logps_agree: Agree
 ) -> None:
     requests = requests_of(group=1)
     completions = run(generator_of(slots=4, copies=1), requests)
     assert [completion.number for completion in completions] == list(range(len(requests)))
-    assert_logps_agree(trainer_logps, requests, completions)
+    assert_logps_agree(requests, completions)
 
 
 def test_the_samples_of_a_group_differ(generator_of: MakeGenerator) -> None:
@@ -206,7 +214,7 @@ def test_a_stop_id_at_the_last_token_counts_as_stopped(generator_of: MakeGenerat
 
 
 def test_no_sample_stops_before_its_least_number_of_tokens(
-    generator_of: MakeGenerator, trainer_logps: TrainerLogps
+    generator_of: MakeGenerator, assert_logps_agree: Agree
 ) -> None:
     generator = generator_of(replace(SETTINGS, min_tokens=4))
     requests = requests_of()
@@ -214,7 +222,7 @@ def test_no_sample_stops_before_its_least_number_of_tokens(
     assert not any(np.isin(c.tokens[:4], STOPS).any() for c in completions)
     assert min(len(c.tokens) for c in completions) == 5
     # The ban does not enter the log-probs, or the trainer's would be others.
-    assert_logps_agree(trainer_logps, requests, run(generator, requests))
+    assert_logps_agree(requests, run(generator, requests))
 
 
 def test_the_penalty_sees_prompt_and_completion_and_forgets_other_samples(

@@ -95,7 +95,8 @@ class AlgorithmKeys(Section):
         description=f"maximum weight in importance_sampling_correction; null: {DEFAULT_CAP}",
     )
     enable_oldpolicy: bool = True
-    """compute old log-probs if a rollout has more than one update; false: the ratio is always 1"""
+    """use the policy's log-probs before the first update if a rollout has more than one: computed, or with
+    context.batch_invariant the generator's; false: the ratio is always 1"""
 
     @property
     def reward_scale(self) -> str:

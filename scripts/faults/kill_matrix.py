@@ -47,7 +47,9 @@ ARGUMENTS = {
     "rl_config.eval_steps": 2,
     "rl_config.eval_samples": 32,
     "rl_config.prompts_per_step": 8,
-    "rl_config.updates_per_rollout": 2,  # for old log-probs of its own
+    # For a pass of its own for old log-probs.
+    "rl_config.updates_per_rollout": 2,
+    "context.batch_invariant": "false",
     "ref_config.sync_ref_model": "true",
     "ref_config.ref_model_sync_steps": 1,
 }
