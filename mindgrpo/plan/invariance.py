@@ -29,15 +29,19 @@ def is_batch_invariant(config: Config, model: DecoderConfig) -> bool:
     return obstacle is None
 
 
-def invariance_line(config: Config, model: DecoderConfig) -> str:
-    """Says in the banner whether it is so, under which layouts, or why it is not."""
+def invariance_lines(config: Config, model: DecoderConfig) -> list[str]:
+    """Says whether it is so, under which layouts, or why it is not; nothing of other devices and engines."""
+    if config.generate_config.uses_vllm or config.context.target != SHARED_MEMORY:
+        return []
     if not is_batch_invariant(config, model):
         why = next(_obstacles(config, model), f"{INVARIANT_KEY} is false")
-        return f"not batch invariant: {why}"
+        return [f"not batch invariant: {why}"]
     same = "batch invariant: generator and trainer compute the same bits"
     if any_layout(model, 1):
-        return f"{same}, under any layout with model_parallel 1, 2, 4 or 8"
-    return f"{same}; those of other layouts differ by rounding, as {LEAVES} does not divide the model's sizes"
+        return [f"{same}, under any layout with model_parallel 1, 2, 4 or 8"]
+    return [
+        f"{same}; other layouts differ by rounding, as {LEAVES} does not divide the model's sizes"
+    ]
 
 
 def any_layout(model: DecoderConfig, *tp_sizes: int) -> bool:

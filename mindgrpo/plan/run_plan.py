@@ -38,7 +38,7 @@ from mindgrpo.models.shard import (
 )
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, local_shape
-from mindgrpo.plan.invariance import invariance_line, is_batch_invariant
+from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
@@ -256,7 +256,7 @@ class RunPlan:
             f"train {self.train.mesh}, stages of {stages} layers",
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
-            invariance_line(self.config, self.model),
+            *invariance_lines(self.config, self.model),
         ]
 
     def most_memory(self) -> str:
