@@ -31,7 +31,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -67,13 +67,14 @@ TOKEN_ARRAYS = ("logprob", "gap", "log_ratio", "entropy", "kl")
 OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles", "late_compiles")
 
 
-def make_inputs(folder: Path) -> None:
-    """A model, its tokenizer and a few rows below `folder`."""
+def make_inputs(folder: Path, layers: int = 1) -> None:
+    """A model of so many layers, its tokenizer and a few rows below `folder`; two take a third longer to compile."""
     model = folder / "model"
     model.mkdir(parents=True)
-    (model / "config.json").write_text(json.dumps(MODEL))
+    raw = MODEL | {"num_hidden_layers": layers}
+    (model / "config.json").write_text(json.dumps(raw))
     draw = np.random.default_rng(0)
-    specs = parameter_specs(decoder_config(MODEL, "here"))
+    specs = parameter_specs(decoder_config(raw, "here"))
     with SafetensorsWriter(model, {spec.name: spec.shape for spec in specs}) as writer:
         for spec in specs:
             norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")

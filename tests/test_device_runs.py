@@ -25,8 +25,8 @@ from mindgrpo.monitor.metrics import read_metrics
 DEVICE = ("--context.backend", "device")
 STEPS = ("--rl_config.max_steps", "3")
 LORA = ("--actor_config.lora.rank", "4", "--actor_config.lora.alpha", "8")
-# Together the roles take 0.6 MiB, and the two that need most in one phase 330 KiB.
-TIGHT = ("--context.max_device_memory", "400KB", "--rl_config.save_ckpt_interval", "2")
+# The roles that need most in one phase take 250 KiB, and all of them more than 300 KB.
+TIGHT = ("--context.max_device_memory", "300KB", "--rl_config.save_ckpt_interval", "2")
 Made = Callable[..., Path]
 
 

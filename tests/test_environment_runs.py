@@ -58,7 +58,7 @@ def nothing(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, ...]]:
     folder = tmp_path_factory.mktemp("environment")
-    make_inputs(folder)
+    make_inputs(folder, layers=2)
     (folder / "game.py").write_text(GAME)
     (folder / "short.jinja").write_text(TEMPLATE)
     words = ("--rl_config.environment", f"{folder}/game.py:Game", *WORDS)

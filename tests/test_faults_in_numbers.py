@@ -35,7 +35,7 @@ SMALL = {
 
 def run(folder: Path, damage: str, **keys: str) -> tuple[int, str]:
     """The launcher's status and what was said."""
-    make_inputs(folder)
+    make_inputs(folder, layers=2)
     words = []
     for role, degrees in LAYOUTS.items():
         for name, degree in zip(

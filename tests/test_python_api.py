@@ -147,7 +147,7 @@ small_runs.run(Path(sys.argv[1]), Path(sys.argv[2]), "--rl_config.max_steps=1")
 
 
 def test_a_program_that_has_computed_with_mindspore_before_can_train(tmp_path: Path) -> None:
-    small_runs.make_inputs(tmp_path / "inputs")
+    small_runs.make_inputs(tmp_path / "inputs", layers=2)
     words = [str(tmp_path / name) for name in ("inputs", "run")]
     subprocess.run(
         [sys.executable, "-c", COMPUTES_BEFORE, *words],

@@ -27,7 +27,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     if why := ray_job.cannot():
         pytest.skip(f"no Ray cluster can be made here: {why}")
     folder = tmp_path_factory.mktemp("inputs")
-    make_inputs(folder)
+    make_inputs(folder, layers=2)
     (folder / "reward.py").write_text(REWARD)
     reward = ["--verifier_function", f"{folder}/reward.py:spread", "--verifier_weight", "1.0"]
     return [*words(ARGUMENTS | input_keys(folder) | {"rl_config.max_steps": 3}), *reward]

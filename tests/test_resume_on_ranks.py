@@ -74,7 +74,7 @@ def launch(folder: Path, run: Path, layout: dict[str, int], *more: str) -> str:
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
-    make_inputs(folder)
+    make_inputs(folder, layers=2)
     (folder / "reward.py").write_text(REWARD)
     return folder
 

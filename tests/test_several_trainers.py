@@ -58,7 +58,7 @@ WORDS = (
 
 
 def test_a_second_trainer_in_a_process_holds_no_more_than_the_first(tmp_path: Path) -> None:
-    make_inputs(tmp_path)
+    make_inputs(tmp_path, layers=2)
     program = tmp_path / "program.py"
     words = {"tests": str(TESTS), "folder": str(tmp_path), "words": WORDS}
     program.write_text(PROGRAM.format(num_trainers=NUM_TRAINERS, **words))

@@ -67,7 +67,7 @@ def test_a_preempted_job_is_queued_again_and_ends_as_one_that_was_left_alone(
 ) -> None:
     if why := slurm_cluster.cannot():
         pytest.skip(f"no Slurm cluster can be made here: {why}")
-    make_inputs(tmp_path)
+    make_inputs(tmp_path, layers=2)
     (tmp_path / "reward.py").write_text(REWARD)
     reward = ["--verifier_function", f"{tmp_path}/reward.py:spread", "--verifier_weight", "1.0"]
     keys = ARGUMENTS | input_keys(tmp_path) | {"rl_config.max_steps": 3}

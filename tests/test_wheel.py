@@ -107,7 +107,7 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
 def test_a_run_is_launched_from_an_installed_wheel(
     installed: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    small_runs.make_inputs(tmp_path)
+    small_runs.make_inputs(tmp_path, layers=2)
     document = yaml.safe_load((tmp_path / "small.yaml").read_text())
     document["actor_config"]["load"] = "model"
     document["rl_config"] |= {"dataset_file": "train.jsonl", "eval_steps": 0}
