@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "bf16.h"
+#include "gemm.h"
 #include "onednn.h"
 #include "vec16.h"
 
@@ -18,13 +19,13 @@
  * for each; depth in whole vectors of pairs. */
 enum { PANEL = 256, MOST_ROWS = 256, LEAST_ROWS = 16, BLOCK_ELEMENTS = 1 << 18, DEPTH_STEP = 32, ALIGNMENT = 64 };
 /* Sums of a tree's leaves stay in the second cache as well. */
-enum { TREE_ROWS = 64, MOST_LEVELS = 16 };
+enum { TREE_ROWS = 64 };
 
 static const char *_Atomic failure;
 
-static void failed(const char *why) { atomic_store(&failure, why); }
+void product_failed(const char *why) { atomic_store(&failure, why); }
 
-int bf16_gemm_failed(const char **why) { return (*why = atomic_exchange(&failure, NULL)) != NULL; }
+int product_failure(const char **why) { return (*why = atomic_exchange(&failure, NULL)) != NULL; }
 
 static inline int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
@@ -76,14 +77,14 @@ static void *own_memory(int purpose, int64_t bytes) {
         free(kept[purpose]);
         kept[purpose] = aligned_alloc(ALIGNMENT, round_up(bytes, ALIGNMENT));
         size[purpose] = kept[purpose] ? bytes : 0;
-        if (!kept[purpose]) failed("no memory for a block of a product");
+        if (!kept[purpose]) product_failed("no memory for a block of a product");
     }
     return kept[purpose];
 }
 
 static const Packing *panel_packing(int64_t k, int64_t width) {
     const Packing *packing = packing_of(round_up(k, DEPTH_STEP), width);
-    if (!packing) failed(onednn_error() ? onednn_error() : "oneDNN has no packing of a matrix of this size");
+    if (!packing) product_failed(onednn_error() ? onednn_error() : "oneDNN has no packing of a matrix of this size");
     return packing;
 }
 
@@ -184,7 +185,7 @@ static void pack_leaf(Member member, int64_t k, int64_t n, const void *b, int is
             split_in(k, width, (const float *)b + start, b_row, b_column, width, parts, plain, size);
         for (int part = 0; part < parts; part++) {
             memset(plain + part * size + k * width, 0, (depth - k) * width * sizeof *plain);
-            if (pack(packing, plain + part * size, to + part * part_bytes(k, width))) failed("oneDNN failed to pack a matrix");
+            if (pack(packing, plain + part * size, to + part * part_bytes(k, width))) product_failed("oneDNN failed to pack a matrix");
         }
     }
 }
@@ -339,6 +340,6 @@ void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, i
         for (int j = 0; j < sum.leaves; j++)
             convert_rows(count, rows, leaf, depth, a + i * a_row + j * leaf * a_column, a_row, a_column, sum.parts,
                          block + j * sum.parts * rows * depth);
-        if (multiply(&work, count, rows, block, begin, end, c + i * ldc)) failed("oneDNN failed to multiply");
+        if (multiply(&work, count, rows, block, begin, end, c + i * ldc)) product_failed("oneDNN failed to multiply");
     }
 }

@@ -32,7 +32,10 @@ void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                Summation sum, const void *packed, float *c, int64_t ldc);
 
-/* Whether any of these failed since the last call of this; a sentence's part in `why`. */
-int bf16_gemm_failed(const char **why);
+/* Keeps why a product of some member failed, a sentence's part. */
+void product_failed(const char *why);
+
+/* Whether any failed since the last call of this. */
+int product_failure(const char **why);
 
 #endif

@@ -6,7 +6,6 @@
 /* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
  * While it is turned, what is copied stays in the first cache. */
 enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12, TREE_ROWS = 8 * MOST_ROWS };
-enum { MOST_LEVELS = 16 };
 
 /* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
  * columns at `next` come to the caches, if there are any: a copy of them would wait for each row. */
@@ -134,7 +133,7 @@ static int64_t tree_rows(int64_t m, int64_t width, int64_t leaf, int64_t leaves,
     return rows;
 }
 
-void gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
+int gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
                const float *b, int64_t ldb, float *c, int64_t ldc) {
     static __thread float *copied;
     static __thread int64_t copied_floats;
@@ -143,6 +142,7 @@ void gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, c
         free(copied);
         copied = aligned_alloc(64, k * PANEL * sizeof(float));
         copied_floats = copied ? k * PANEL : 0;
+        if (!copied) return 1;
     }
     share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
     for (int64_t i = 0; i < m; i += TREE_ROWS) {
@@ -158,4 +158,5 @@ void gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, c
                 r += tree_rows(i + rows - r, width, leaf, leaves, a + r * lda, lda, panel, ld, c + r * ldc + j, ldc);
         }
     }
+    return 0;
 }

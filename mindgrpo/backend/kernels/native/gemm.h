@@ -16,10 +16,14 @@
 void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
           const float *b, int64_t ldb, int transposed, float *c, int64_t ldc, int keep);
 
+/* Leaves of a sum at most, and levels of their tree. */
+enum { MOST_LEAVES = 256, MOST_LEVELS = 9 };
+
 /* The same of B [k, n] as it lies and A [m, k], `lda` floats from one row to the next, where k is summed in `leaves` equal
  * chains, a power of two that divides it, and these in a binary tree: (0 + 1) + (2 + 3) for four. So ranks that hold
- * neighbouring leaves and are summed in a binary tree give the bits of one rank that holds all (arXiv:2511.17826). */
-void gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
+ * neighbouring leaves and are summed in a binary tree give the bits of one rank that holds all (arXiv:2511.17826). 0 if
+ * there was memory for it. */
+int gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
                const float *b, int64_t ldb, float *c, int64_t ldc);
 
 /* gemm by the caller alone, B as it lies. */

@@ -150,7 +150,7 @@ static int read_inputs(const Call *call, Task *t, const int32_t *parts, int64_t 
     int64_t packed_x = packed_floats(t->stretch, t->hidden, t->sum);
     const char *why;
     if (straight < 0 || turned < 0 || packed_x < 0)
-        return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
+        return product_failure(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
     t->logits_floats = padded(t->stretch * t->block), t->packed_floats = straight > turned ? straight : turned;
     t->product_floats = padded((t->stretch > t->block ? t->stretch : t->block) * t->hidden);
     t->own_floats = t->logits_floats + t->packed_floats + t->product_floats + padded(t->stretch * gradient);
@@ -165,7 +165,7 @@ static int read_inputs(const Call *call, Task *t, const int32_t *parts, int64_t 
 static int run(const Call *call, void (*work)(void *task, Member member), Task *t) {
     const char *why;
     pool_run(work, t);
-    return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : 0;
+    return product_failure(&why) ? refuse(call, "%s", why) : 0;
 }
 
 /* stats: as log_prob_stats, of the logits x table^T */

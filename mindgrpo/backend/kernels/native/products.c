@@ -29,7 +29,8 @@ static void multiply(void *task, Member member) {
         pool_meet(member);
         bf16_gemm(member, t->m, t->n, t->k, t->a, t->a_row, t->a_column, t->sum, t->packed, t->c, t->n);
     } else if (t->sum.leaves > 1) {
-        gemm_tree(member, t->m, t->n, t->k, t->sum.leaves, t->a, t->a_row, t->b, t->b_row, t->c, t->n);
+        if (gemm_tree(member, t->m, t->n, t->k, t->sum.leaves, t->a, t->a_row, t->b, t->b_row, t->c, t->n))
+            product_failed("no memory for a panel of a product");
     } else
         gemm(member, t->m, t->n, t->k, t->a, t->a_row, t->a_column, t->b, turned ? t->b_column : t->b_row, turned, t->c,
              t->n, 0);
@@ -38,7 +39,7 @@ static void multiply(void *task, Member member) {
 static int check_summation(const Call *call, const Task *t) {
     int parts = t->sum.parts, leaves = t->sum.leaves;
     if (parts < 0 || parts > MOST_PARTS) return refuse(call, "%d parts: there are 0 to %d", parts, MOST_PARTS);
-    if (leaves < 1 || leaves & (leaves - 1) || t->k % leaves)
+    if (leaves < 1 || leaves > MOST_LEAVES || leaves & (leaves - 1) || t->k % leaves)
         return refuse(call, "%ld terms are not summed in %d leaves", t->k, leaves);
     if (!parts && t->b_is_bf16) return refuse(call, "products in float32 take no bfloat16");
     return 0;
@@ -49,12 +50,12 @@ static int run(const Call *call, Task *t) {
     if (check_summation(call, t)) return KERNEL_REFUSED;
     if (t->sum.parts) {
         int64_t bytes = packed_matrix_bytes(t->k, t->n, t->sum);
-        if (bytes < 0) return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
+        if (bytes < 0) return product_failure(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
         t->packed = scratch(call, bytes / sizeof(float) + 1);
         if (!t->packed) return KERNEL_OUT_OF_MEMORY;
     }
     if (t->m) pool_run(multiply, t);
-    return t->sum.parts && bf16_gemm_failed(&why) ? refuse(call, "%s", why) : 0;
+    return product_failure(&why) ? refuse(call, "%s", why) : 0;
 }
 
 static int run_pack(const Call *call, Task *t) {
@@ -63,7 +64,7 @@ static int run_pack(const Call *call, Task *t) {
     int64_t bytes = t->sum.parts ? packed_matrix_bytes(t->k, t->n, t->sum) : 0;
     if (bytes > dim(call, 'P')) return refuse(call, "%ld bytes are no room for %ld", dim(call, 'P'), bytes);
     if (bytes > 0) pool_run(pack, t);
-    return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : 0;
+    return product_failure(&why) ? refuse(call, "%s", why) : 0;
 }
 
 /* Tensor `index` of the call: parts and leaves. */

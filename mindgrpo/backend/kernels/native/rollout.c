@@ -47,7 +47,7 @@ static int check_table(const Call *call, const Rollout *g) {
     if (g->NAME##_count < (LEAST))     \
         return refuse(call, "%s has %ld elements, but needs %ld", #NAME, g->NAME##_count, (int64_t)(LEAST));
     ROLLOUT_FIELDS(NO_CHECK, CHECK_ARRAY)
-    if (g->leaves < 1 || g->inner % g->leaves || g->queries * g->dim % g->leaves || g->vocab_leaves < 1 ||
+    if (g->leaves < 1 || g->leaves > MOST_LEAVES || g->leaves & (g->leaves - 1) || g->inner % g->leaves || g->queries * g->dim % g->leaves || g->vocab_leaves < 1 ||
         g->vocab_rows % g->vocab_leaves)
         return refuse(call, "%ld leaves of products and %ld of the vocabulary", g->leaves, g->vocab_leaves);
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
@@ -82,7 +82,7 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
 int run_products(const Call *call, void (*work)(void *task, Member member), void *task) {
     const char *why;
     pool_run(work, task);
-    return bf16_gemm_failed(&why) ? refuse(call, "%s", why) : 0;
+    return product_failure(&why) ? refuse(call, "%s", why) : 0;
 }
 
 int check_ready(const Call *call, const Rollout *g) {

@@ -142,10 +142,10 @@ static inline void multiply(const Rollout *g, Member member, int64_t matrix, int
     Summation sum = {g->parts, in_leaves ? g->leaves : 1};
     if (g->parts)
         bf16_gemm(member, m, n, k, x, ldx, 1, sum, g->packed + g->packed_at[matrix], y, ldy);
-    else if (sum.leaves > 1)
-        gemm_tree(member, m, n, k, sum.leaves, x, ldx, w, n, y, ldy);
-    else
+    else if (sum.leaves == 1)
         gemm(member, m, n, k, x, ldx, 1, w, turned ? k : n, turned, y, ldy, 0);
+    else if (gemm_tree(member, m, n, k, sum.leaves, x, ldx, w, n, y, ldy))
+        product_failed("no memory for a panel of a product");
 }
 
 /* Runs `work` in all members. 0 if all its products went well. */
