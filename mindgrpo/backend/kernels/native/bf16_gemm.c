@@ -17,9 +17,7 @@
 
 /* A block of A and a panel of B lie in the second cache together. Rows come in fixed numbers, as a product has to be made
  * for each; depth in whole vectors of pairs. */
-enum { PANEL = 256, MOST_ROWS = 256, LEAST_ROWS = 16, BLOCK_ELEMENTS = 1 << 18, DEPTH_STEP = 32, ALIGNMENT = 64 };
-/* Sums of a tree's leaves stay in the second cache as well. */
-enum { TREE_ROWS = 64 };
+enum { PANEL = 256, MOST_ROWS = 256, LEAST_ROWS = 16, BLOCK_ELEMENTS = 1 << 18, DEPTH_STEP = 8, ALIGNMENT = 64 };
 
 static const char *_Atomic failure;
 
@@ -267,7 +265,13 @@ static int multiply_leaf(const Work *w, int64_t m, int64_t rows, int64_t width, 
     return 0;
 }
 
-/* c [m, width] = the sum of all leaves in a binary tree. */
+/* The two [m, width], without gaps, into c. */
+static void add_into(int64_t m, int64_t width, const float *a, const float *b, float *c, int64_t ldc) {
+    for (int64_t i = 0; i < m; i++, a += width, b += width, c += ldc)
+        for (int64_t j = 0; j < width; j++) c[j] = a[j] + b[j];
+}
+
+/* c [m, width] = the sum of all leaves, more than one, in a binary tree. */
 static int multiply_tree(const Work *w, int64_t m, int64_t rows, int64_t width, const uint16_t *block, const char *packed,
                          float *c) {
     /* Sums of 2^level leaves that wait for their neighbours', as in a binary counter. */
@@ -278,11 +282,13 @@ static int multiply_tree(const Work *w, int64_t m, int64_t rows, int64_t width, 
     for (int64_t i = 0; i < w->sum.leaves; i++) {
         if (multiply_leaf(w, m, rows, width, block + i * step, packed + i * w->leaf_bytes, current, width)) return 1;
         for (level = 0; i >> level & 1; level++)
-            for (int64_t j = 0; j < m * width; j++) current[j] = sums[level][j] + current[j];
+            if (i >> (level + 1) || i + 1 < w->sum.leaves)
+                add_into(m, width, sums[level], current, current, width);
+            else
+                add_into(m, width, sums[level], current, c, w->ldc);
         float *waiting = sums[level];
         sums[level] = current, current = waiting;
     }
-    for (int64_t i = 0; i < m; i++) memcpy(c + i * w->ldc, sums[level] + i * width, width * sizeof(float));
     return 0;
 }
 
@@ -321,8 +327,8 @@ static int64_t most_columns(int size, int64_t n) {
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                Summation sum, const void *packed, float *c, int64_t ldc) {
     int64_t leaf = k / sum.leaves, depth = round_up(leaf, DEPTH_STEP), elements = sum.parts * sum.leaves * depth;
-    int64_t fitting = BLOCK_ELEMENTS / elements, limit = sum.leaves > 1 ? TREE_ROWS : MOST_ROWS;
-    int64_t most = block_rows(fitting < limit ? fitting : limit, limit);
+    int64_t fitting = BLOCK_ELEMENTS / elements;
+    int64_t most = block_rows(fitting < MOST_ROWS ? fitting : MOST_ROWS, MOST_ROWS);
     int64_t steps = (m + LEAST_ROWS - 1) / LEAST_ROWS, first = 0, last = steps, begin = 0, end = num_panels(n);
     /* Members that share panels convert all rows each, and those that share rows read all panels: few rows are cheap to
      * convert, if panels can be shared evenly. */

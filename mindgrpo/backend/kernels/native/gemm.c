@@ -5,7 +5,7 @@
 
 /* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
  * While it is turned, what is copied stays in the first cache. */
-enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12, TREE_ROWS = 8 * MOST_ROWS };
+enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12, TREE_ROWS = 128 * MOST_ROWS };
 
 /* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
  * columns at `next` come to the caches, if there are any: a copy of them would wait for each row. */
