@@ -99,7 +99,7 @@ def make_engine(
     cache_config: KVCacheConfig,
 ) -> RolloutEngine:
     """Makes the engine, without weights and asleep."""
-    backend.kernels.batch_invariant = is_batch_invariant(config, model)
+    _set_invariant(backend, is_batch_invariant(config, model))
     if config.generate_config.uses_vllm:
         on_host = config.context.target.keeps_weights_on_host
         host_memory = psutil.virtual_memory().total if on_host else None
@@ -117,7 +117,7 @@ def make_engine(
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
     """Makes the policy, without weights."""
-    backend.kernels.batch_invariant = plan.batch_invariant
+    _set_invariant(backend, plan.batch_invariant)
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
     settings = UpdateSettings(
@@ -135,6 +135,11 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         keeps_entropies=plan.config.monitor_config.per_token > 0,
     )
     return Policy(plan.model, plan.train, backend, settings, plan.lora)
+
+
+def _set_invariant(backend: Backend, is_planned: bool) -> None:
+    # A compiler that was found may have failed.
+    backend.kernels.batch_invariant = is_planned and backend.kernels.has_slots
 
 
 def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Reference | None:
@@ -215,11 +220,14 @@ def make_stepper(
         updates_per_rollout=plan.batch.updates_per_rollout,
         num_iterations=rl.num_iterations,
         old_logps=rl.enable_oldpolicy,
-        batch_invariant=plan.batch_invariant,
+        batch_invariant=backend.kernels.batch_invariant,
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
         gap_limit=gap_limit(
-            plan.config, backend.matmul_precision, backend.compute_dtype, plan.batch_invariant
+            plan.config,
+            backend.matmul_precision,
+            backend.compute_dtype,
+            backend.kernels.batch_invariant,
         ),
     )
     replicas = Replicas(roles.engine, plan.infer.mesh, backend, conversations)
