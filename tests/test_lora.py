@@ -144,7 +144,7 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS).weights
     WeightSyncer(policy.weights, policy.adapters, merged, backend).run()
     pairs = [n for n in merged.arrays.hf_views if n.endswith(("q_proj.weight", "o_proj.weight"))]
-    assert len(tensors) == 2 * len(pairs) == 8
+    assert len(tensors) == 2 * len(pairs) == 4 * CONFIG.num_hidden_layers
     for name in pairs:
         a, b = (tensors[f"base_model.model.{n}"] for n in adapter_names(name))
         expected = policy.weights.arrays.hf_views[name] + 2.0 * b @ a

@@ -120,8 +120,9 @@ def test_on_one_rank_what_four_have_saved_goes_on_the_same_to_rounding(
     ours, theirs = token_rows(run), token_rows(whole)
     assert len(ours) == len(completions(run)) == len(completions(whole))
     for row, other in zip(ours, theirs, strict=True):
-        assert row.keys() == other.keys() >= {*TOKEN_ARRAYS}
-        for name in TOKEN_ARRAYS:
+        # The gap is of the samples of a step's first update.
+        assert row.keys() == other.keys() and row.keys() | {"gap"} >= {*TOKEN_ARRAYS}
+        for name in row.keys() & {*TOKEN_ARRAYS}:
             # Half precision rounds by 5e-4; the weights differ by less than 1e-3.
             np.testing.assert_allclose(
                 row[name].astype(float), other[name], 1e-3, 1e-3, err_msg=name

@@ -53,15 +53,16 @@ def _sums(host: LocalRanks, size: int, buffer_bytes: int, dtype: str, counts: li
 @pytest.mark.parametrize("buffer_bytes", [SMALL_BUFFER, LARGE_BUFFER])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_member_gets_the_sum_in_rank_order_whatever_the_length(
+def test_every_member_gets_the_sum_of_a_binary_tree_whatever_the_length(
     library: ctypes.CDLL | None, size: int, dtype: str, buffer_bytes: int
 ) -> None:
     counts = [1, 7, 0, 125, 251, 9_000, 60_001]
     outcomes = run(library, size, _sums, buffer_bytes, dtype, counts)
     for i, count in enumerate(counts):
-        expected = numbers(0, count, dtype)
-        for rank in range(1, size):
-            expected = expected + numbers(rank, count, dtype)
+        parts = [numbers(rank, count, dtype) for rank in range(size)]
+        while len(parts) > 1:
+            parts = [sum(parts[i + 1 : i + 2], parts[i]) for i in range(0, len(parts), 2)]
+        (expected,) = parts
         for rank in range(size):
             assert outcomes[rank][i].tobytes() == expected.tobytes()
 

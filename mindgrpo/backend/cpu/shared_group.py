@@ -97,7 +97,7 @@ class SharedGroup(Group):
 
     @abstractmethod
     def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
-        """Writes to `out` the sum of the members' `source`, both contiguous and of one dtype, added in rank order."""
+        """Writes to `out` the members' `source` added in a binary tree, both contiguous and of one dtype."""
 
     @abstractmethod
     def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
@@ -255,9 +255,11 @@ class PolledGroup(SharedGroup):
 
     @staticmethod
     def _add(views: list[np.ndarray], share: slice, out: np.ndarray) -> None:
-        np.add(views[0][share], views[1][share], out=out)
-        for view in views[2:]:
-            np.add(out, view[share], out=out)
+        sums = [view[share] for view in views]
+        while len(sums) > 1:
+            pairs = [sums[i : i + 2] for i in range(0, len(sums), 2)]
+            sums = [np.add(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        np.copyto(out, sums[0])
 
     def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
         arrays = [np.empty(size, np.uint8) for size in sizes]

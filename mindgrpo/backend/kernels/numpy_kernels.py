@@ -169,6 +169,16 @@ class NumpyKernels(Kernels):
 
         return stats
 
+    def log_probs_of_stats(self) -> Any:
+        def of_stats(stats: Array) -> tuple[Array, Array, Array]:
+            top, mass, moment, label = np.moveaxis(stats.reshape(len(stats), -1, 4), 2, 0)
+            share = np.exp(top - top.max(1, keepdims=True))
+            sums = (mass * share).sum(1)
+            total = top.max(1) + np.log(sums)
+            return label.sum(1) - total, total - (moment * share).sum(1) / sums, total
+
+        return of_stats
+
     def log_prob_grad(self, vocabulary: Vocabulary) -> Any:
         def gradient(logits: Array, labels: Array, *numbers: Array) -> Array:
             totals, entropy, dlogp, dentropy = (own[:, None] for own in numbers)

@@ -357,6 +357,8 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
     # Log-sum-exp, entropy and the two gradients of each row.
     numbers = [np.full(sizes.picks, np.log(sizes.vocabulary) + 0.5, np.float32)]
     numbers += [_floats(sizes.picks, seed=i) for i in range(3)]
+    # Of four ranks: the largest logit, masses and moments, and the label's logit.
+    stats = np.abs(_floats(sizes.picks, 16)) + 1.0
     # No two alike.
     levels = rng.permuted(np.tile(np.arange(sizes.vocabulary), (sizes.slots, 1)), axis=1)
     to_linear = linear + numbers
@@ -374,6 +376,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         "squares": (lambda k: k.squares(), [x], 0, False),
         "largest": (lambda k: k.largest(20), [levels.astype(np.float32)], 0, False),
         "log_prob_stats": (lambda k: k.log_prob_stats(own), [logits, labels], 1, False),
+        "log_probs_of_stats": (lambda k: k.log_probs_of_stats(), [stats], 0, False),
         "log_prob_grad": (lambda k: k.log_prob_grad(own), [logits, labels, *numbers], 1, False),
         "linear_log_prob_stats": (lambda k: k.linear_log_prob_stats(own, n), linear, 2, False),
         "linear_log_prob_grad": (lambda k: k.linear_log_prob_grad(own, n), to_linear, 2, False),
