@@ -5,23 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from small_runs import MODEL
 
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.plan.invariance import any_layout, invariance_lines, is_batch_invariant
 
-SIZES: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+# Divides into the leaves of sums over ranks.
+SIZES = MODEL | {"num_hidden_layers": 2}
 GEMMA = {"model_type": "gemma3_text", "query_pre_attn_scalar": 12, "sliding_window": 20}
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention"], "rope_local_base_freq": 50.0}
 

@@ -181,7 +181,7 @@ class Kernels:
         Updates the float32 parameters `weight`, `first` and `second` in place (arXiv:1711.05101); the gradient is a
         tensor of their shape, and stays.
         """
-        return mindspore_ops.AdamW(beta1, beta2, weight_decay)
+        return mindspore_ops.AdamWUpdate(beta1, beta2, weight_decay)
 
     def adamw_inputs(self, numbers: AdamWNumbers) -> Sequence[Any]:
         """Returns what every `adamw_cell` takes of a step: inputs of a graph, which is compiled once for all steps."""

@@ -394,7 +394,7 @@ def adamw(
         gradient[piece] = 0.0
 
 
-class AdamW(nn.Cell):
+class AdamWUpdate(nn.Cell):
     """Adam's kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected."""
 
     def __init__(self, beta1: float, beta2: float, weight_decay: float) -> None:
