@@ -154,11 +154,11 @@ class LowRankLinear(nn.Cell):
         self.value = _Value()
 
     def construct(self, x: Any) -> Any:
+        added = self.base(x) + self.added(x)
         if self.is_merged:
-            # Its gradient for x is the base's and the adapters' together, so the latter give theirs alone.
-            y = self.base.product(x, ops.stop_gradient(self.merged()))
-            return self.value(y, self.added(ops.stop_gradient(x)))
-        return self.base(x) + self.added(x)
+            # Gradients are those of base and adapters, so that no layer keeps its merged matrix for them.
+            return self.value(ops.stop_gradient(self.base.product(x, self.merged(x))), added)
+        return added
 
     def added(self, x: Any) -> Any:
         """Computes scale * (x A) B."""
@@ -181,23 +181,21 @@ class LowRankLinear(nn.Cell):
             added = ops.concat(columns, 1)
         return added
 
-    def merged(self) -> Any:
-        """Computes the base's matrix [in, out] with scale * A B added."""
-        dtype, weight = self.base.weight.dtype, self.base.weight.astype(ms.float32)
+    def merged(self, x: Any) -> Any:
+        """Computes the base's matrix [in, out] with scale * A B added, once x is there: not of all layers at once."""
+        a, weight = ops.depend(self.a, x), self.base.weight
         columns = []
-        number, column, start = 0, 0, 0
+        number, column = 0, 0
         for i in range(len(self.widths)):
             width = self.widths[i]
-            own = weight[:, start : start + width]
-            start += width
             if self.adapted[i]:
-                a = self.a[:, number * self.rank : (number + 1) * self.rank]
-                low_rank = self.merging(a, self.b[:, column : column + width])
-                own = own + low_rank * self.scale
+                own = a[:, number * self.rank : (number + 1) * self.rank]
+                columns.append(self.merging(own, self.b[:, column : column + width]))
                 number += 1
                 column += width
-            columns.append(own)
-        whole = columns[0]
+            else:
+                columns.append(ops.zeros((weight.shape[0], width), ms.float32))
+        low_rank = columns[0]
         if len(columns) > 1:
-            whole = ops.concat(columns, 1)
-        return whole.astype(dtype)
+            low_rank = ops.concat(columns, 1)
+        return (weight.astype(ms.float32) + low_rank * self.scale).astype(weight.dtype)

@@ -55,7 +55,8 @@ class Graphs:
 
     `vocabulary` is the rank's share; logits of more than `logits_bytes` in float32 are made in chunks. A sum over
     the ranks of a layer makes `summed` bytes per element of a layer's result, 0 where one rank has it all. `is_causal`:
-    a row is one sample, and fused attention takes a mask of one fixed size.
+    a row is one sample, and fused attention takes a mask of one fixed size. `merged` bytes are used while a layer adds
+    an adapter's product to its largest matrix.
     """
 
     kind: Kind
@@ -67,6 +68,7 @@ class Graphs:
     logits_bytes: int
     summed: int
     is_causal: bool = False
+    merged: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
         table = (2 if _chunk_rows(graphs) < graphs.tokens else 1) * stage.head
         moments.append(UpdateBytes(sum(kept) + constant, head, table, waiting))
     for last, again in enumerate(recomputed):
-        working = _recomputed(graphs, again) + _backward(graphs)
+        working = _recomputed(graphs, again) + _backward(graphs) + graphs.merged
         own = sum(kept[: last + 1])
         if stage.hands_inputs_on:
             # Results of a graph before, what layers above got is there until this one ends.
@@ -146,7 +148,9 @@ def forward_bytes(graphs: Graphs, has_head: bool) -> int:
     if graphs.kind == "plain":
         attention = 2 * heads.queries * graphs.row_length * FLOAT + 2 * (heads.width + mixed) * size
         mlp = 5 * block.inner * FLOAT
-    layer = graphs.tokens * (flow + max(attention, mlp) + block.hidden * graphs.summed)
+    layer = (
+        graphs.tokens * (flow + max(attention, mlp) + block.hidden * graphs.summed) + graphs.merged
+    )
     head = graphs.tokens * block.hidden * size + _head(graphs, False) if has_head else 0
     return max(layer, head) + _mask(graphs)
 
@@ -340,7 +344,19 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         LOGITS_BYTES,
         summed=summed if tp_size > 1 else 0,
         is_causal=shape.max_per_row == 1,
+        merged=_merged_bytes(plan, block) if layout is plan.train else 0,
     )
+
+
+def _merged_bytes(plan: RunPlan, block: Block) -> int:
+    """Returns the float32 bytes of a layer's largest matrix with adapters: their product, and the sum."""
+    if plan.lora is None or not plan.batch_invariant:
+        return 0
+    mixed = block.heads.queries * block.heads.dim
+    fused = dict.fromkeys(("q_proj", "k_proj", "v_proj"), block.heads.width)
+    widths = {**fused, "o_proj": mixed, "down_proj": block.inner}
+    widths |= dict.fromkeys(("gate_proj", "up_proj"), 2 * block.inner)
+    return 2 * FLOAT * block.hidden * max(widths[target] for target in plan.lora.targets)
 
 
 def _forward_bytes(layout: Layout, graphs: Graphs, keeps_flows: bool = False) -> int:

@@ -88,7 +88,7 @@ def measured(call: Callable[..., Any], kept: dict[str, int], name: str) -> Calla
     return around
 
 
-def configuration(work: Work, recompute: Any, backend: str) -> Any:
+def configuration(work: Work, recompute: Any, backend: str, lora_rank: int | None) -> Any:
     import assembly
 
     from mindgrpo.config import Config
@@ -98,11 +98,12 @@ def configuration(work: Work, recompute: Any, backend: str) -> Any:
     )
     key = "recompute" if isinstance(recompute, bool) else "select_recompute"
     tree["actor_config"]["recompute_config"] = {key: recompute}
+    tree["actor_config"]["lora"] = {"rank": lora_rank}
     tree["context"] |= {"device_target": "CPU", "backend": backend}
     return Config.model_validate(tree)
 
 
-def measure(work: Work, recompute: Any, backend_name: str) -> None:
+def measure(work: Work, recompute: Any, backend_name: str, lora_rank: int | None) -> None:
     import assembly
 
     from mindgrpo.backend.connect import connect
@@ -111,7 +112,7 @@ def measure(work: Work, recompute: Any, backend_name: str) -> None:
 
     backend = connect(choose_target("CPU", backend_name), dict(os.environ))
     own_block()
-    config = configuration(work, recompute, backend_name)
+    config = configuration(work, recompute, backend_name, lora_rank)
     plan = assembly.plan_of(config, assembly.model_of(work), 1)
     roles = assembly.roles_of(plan, backend)
     stepper = assembly.stepper_of(roles, work)
@@ -144,6 +145,7 @@ def options() -> argparse.Namespace:
         "--recompute", default="false,true", help='JSON values, such as true or ["mlp"]'
     )
     parser.add_argument("--backend", default="shared_memory", help="or device")
+    parser.add_argument("--lora_rank", type=int, help="trains adapters of this rank alone")
     return parser.parse_args()
 
 
@@ -152,7 +154,7 @@ def main() -> None:
     shapes = given.shapes.split(",")
     settings = json.loads(f"[{given.recompute}]")
     if launching.is_rank():
-        measure(SHAPES[shapes[0]], settings[0], given.backend)
+        measure(SHAPES[shapes[0]], settings[0], given.backend, given.lora_rank)
         return
     cases = []
     for shape in shapes:
@@ -165,9 +167,12 @@ def main() -> None:
                 "--backend",
                 given.backend,
             ]
+            if given.lora_rank is not None:
+                words += ["--lora_rank", str(given.lora_rank)]
             figures = launching.run_on_ranks(__file__, words, 1)
             cases.append({"shape": shape, "recompute": recompute, **figures})
-    print(json.dumps({"bench": "activations", "backend": given.backend, "cases": cases}))
+    title = {"bench": "activations", "backend": given.backend, "lora_rank": given.lora_rank}
+    print(json.dumps({**title, "cases": cases}))
 
 
 if __name__ == "__main__":
