@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindgrpo.backend.targets import log_variables
-from mindgrpo.launch.plan import CHECK, PACKAGE_FOLDER
+from mindgrpo.launch.plan import PACKAGE_FOLDER, RUN_VERB
 
 Status = Literal["ok", "fails", "skipped"]
 ENDED_REMEDY = "the ranks' logs in the archive say more; mend what fails above this line first"
@@ -168,7 +168,7 @@ def run_job(
     started = time.monotonic()
     with output.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, "-c", CHECK, *words],
+            [sys.executable, *RUN_VERB, *words],
             env=ours,
             cwd=working_folder,
             stdin=subprocess.DEVNULL,

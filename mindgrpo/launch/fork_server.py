@@ -1,8 +1,9 @@
-"""Imports what ranks need and forks the ranks: fork_server.py NUM_RANKS [ARGUMENTS].
+"""Imports what ranks need and forks the ranks: fork_server.py NUM_PROCESSES [ARGUMENTS].
 
-Importing takes seconds of a core and is the same in every rank. Standard input is the socket on which workers ask for
-their ranks (see worker.ask_for_fork). Where ranks cannot be forked safely (another thread runs, a device's driver may
-be loaded) this process ends, and the workers run their ranks themselves.
+Importing takes seconds of a core and is the same in every rank, in msrun's scheduler and in the check before them.
+Standard input is the socket on which these processes are asked for (see worker.request_fork). Where ranks cannot be
+forked safely (another thread runs, a device's driver may be loaded) this process ends, and whoever asks runs the
+program itself.
 """
 
 from __future__ import annotations
@@ -73,17 +74,17 @@ def import_for_ranks(arguments: list[str]) -> bool:
 
 
 class ForkServer:
-    """Forks `num_ranks` ranks, each for a worker that asks on `channel`, passes on signals to it and its status.
+    """Forks `num_processes`, each for a process that asks on `channel`, passes on signals to it and its status.
 
-    Nothing here waits for one worker, and none that has ended ends the others' ranks, which end with this process.
+    Nothing here waits for one that asks, and none that has ended ends the others' processes, which end with this one.
     """
 
-    def __init__(self, channel: socket.socket, num_ranks: int, launcher: int) -> None:
+    def __init__(self, channel: socket.socket, num_processes: int, launcher: int) -> None:
         self._channel = channel
-        self._num_awaited = num_ranks
+        self._num_awaited = num_processes
         self._launcher = launcher
-        # By the rank's process id: its worker, the status folder and the rank.
-        self._workers: dict[int, tuple[socket.socket, Path, int]] = {}
+        # By the forked process id: who asked, and of a rank the status folder and the rank.
+        self._workers: dict[int, tuple[socket.socket, tuple[Path, int] | None]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ, self._fork)
         self._wake, wakes = socket.socketpair()
@@ -94,7 +95,7 @@ class ForkServer:
         signal.set_wakeup_fd(wakes.fileno())
 
     def serve(self) -> None:
-        """Serves until every rank has been forked and has ended, or the launcher has."""
+        """Serves until every process has been forked and has ended, or the launcher has."""
         while self._num_awaited or self._workers:
             for key, _ in self._selector.select(PARENT_CHECK_SECONDS):
                 key.data()
@@ -121,17 +122,18 @@ class ForkServer:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
-            others = (other for other, _, _ in self._workers.values())
+            others = (other for other, _ in self._workers.values())
             for own in (self._channel, self._wake, self._wakes, connection, *others):
                 own.close()
             self._selector.close()
             end_with_parent(server)
-            become_rank(request, standard)
+            become_process(request, standard)
         for descriptor in standard:
             os.close(descriptor)
         with suppress(OSError):  # here and below: the worker may have ended
             connection.sendall(b"\0")
-        self._workers[pid] = (connection, *worker.status_of_rank(request["environment"]))
+        of_rank = worker.status_of_rank(request["environment"]) if request["is_rank"] else None
+        self._workers[pid] = (connection, of_rank)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid))
 
     def _pass_on(self, pid: int) -> None:
@@ -158,20 +160,23 @@ class ForkServer:
                 self._end(pid, os.waitstatus_to_exitcode(status))
 
     def _end(self, pid: int, code: int) -> None:
-        connection, folder, rank = self._workers.pop(pid)
-        if code and not (folder / "ending").exists():
-            write_failure(folder, rank, failure_of_code(folder, rank, code, time.time()))
+        connection, of_rank = self._workers.pop(pid)
+        if code and of_rank is not None and not (of_rank[0] / "ending").exists():
+            write_failure(*of_rank, failure_of_code(*of_rank, code, time.time()))
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
         with connection, suppress(OSError):
             connection.sendall(b"%d\n" % code)
 
 
-def become_rank(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
-    """Turns this process, just forked, into the rank that a worker asked for."""
+def become_process(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Turns this process, just forked, into the rank, or the other process, that was asked for."""
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    # As launcher.start_process has it: of a cluster's signals to all processes of a job, ranks alone take notice.
+    ending = signal.SIG_DFL if request["is_rank"] else signal.SIG_IGN
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, ending)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
@@ -180,24 +185,26 @@ def become_rank(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     program, *arguments = request["command"]
-    _, rank = worker.status_of_rank(os.environ)
-    Path("/proc/self/comm").write_text(f"rank_{rank}")  # what top shows
-    gc.unfreeze()
-    worker.run_rank(program, arguments)
+    if request["is_rank"]:
+        _, rank = worker.status_of_rank(os.environ)
+        Path("/proc/self/comm").write_text(f"rank_{rank}")  # what top shows
+    worker.run_to_end(program, arguments, request["is_rank"])
 
 
 def main() -> None:
-    _, num_ranks, *arguments = sys.argv
+    _, num_processes, *arguments = sys.argv
     launcher = os.getppid()
     channel = worker.take_standard_input()
     start_building()
+    gc.disable()
     if channel is None or not import_for_ranks(arguments):
         return
     # From here on it looks for itself: who is killed with the launcher cannot tidy up.
     set_parent_death_signal(0)
-    gc.collect()
+    # What was imported stays: a rank that compiles has all garbage collected, each time, and leaves it out.
     gc.freeze()
-    ForkServer(channel, int(num_ranks), launcher).serve()
+    gc.enable()
+    ForkServer(channel, int(num_processes), launcher).serve()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.launch.options import JOB_PORTS, Options
 from mindgrpo.launch.plan import JobPlan, LocalHost, make_plan
 from mindgrpo.launch.processes import JobProcesses, start_process
+from mindgrpo.launch.worker import request_fork
 
 POLL_SECONDS = 0.2
 # How long what is left of a job may take to end by itself once a rank has failed.
@@ -107,7 +108,7 @@ class Job:
         follower = LogFollower(shown, doing=self._doing)
         try:
             with self._start_fork_server() as standard_input:
-                self._check()
+                self._check(standard_input)
                 main = None
                 if not self._signals.received:
                     say(self._plan.headline)
@@ -154,15 +155,40 @@ class Job:
             start_process(self._plan.fork_server, servers_end)
         return workers_end
 
-    def _check(self) -> None:
-        """Checks what the job is given, while the fork server imports. Returns early for a signal."""
+    def _check(self, server: socket.socket | IO[str]) -> None:
+        """Checks what the job is given, in a process that the fork server forks. Returns early for a signal."""
         if self._plan.check is None:
             return
+        if isinstance(server, socket.socket):
+            status = self._check_in_fork(server)
+            if status is not None or self._signals.received:
+                if status:
+                    raise CheckFailed(max(1, status))
+                return
         check = start_process(self._plan.check)
         while check.poll() is None and not self._signals.received:
             self._signals.wait(POLL_SECONDS)
         if check.returncode:
             raise CheckFailed(max(1, check.returncode))
+
+    def _check_in_fork(self, server: socket.socket) -> int | None:
+        """Returns the status of the check; None for a signal, or where the server has ended, as on devices."""
+        assert self._plan.check is not None
+        words, environment = self._plan.check_words, self._plan.check.environment
+        try:
+            with request_fork(
+                server, words, environment, is_rank=False, streams=(0, 2, 2)
+            ) as answers:
+                answer = b""
+                while not answer.endswith(b"\n") and not self._signals.received:
+                    if select.select([answers], [], [], POLL_SECONDS)[0]:
+                        received = answers.recv(16)
+                        if not received:
+                            return None
+                        answer += received
+        except OSError:
+            return None
+        return int(answer.strip(b"\0\n")) if answer.endswith(b"\n") else None
 
     def _wait(self, main: subprocess.Popen[bytes]) -> int | None:
         """Waits for the main process and returns its exit code; None for a signal to this one."""

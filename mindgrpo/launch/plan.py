@@ -17,7 +17,10 @@ PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("worker.py")
 FORK_SERVER = Path(__file__).with_name("fork_server.py")
 # Not `-m`, which would let modules of the present folder replace those of the standard library.
-CHECK = "import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.verbs import main; sys.exit(main())"
+RUN_VERB = (
+    "-c",
+    "import sys; sys.path[:] = filter(None, sys.path); from mindgrpo.cli.verbs import main; sys.exit(main())",
+)
 # What a user sets wins.
 DEFAULTS = {
     "GLOG_v": "3",
@@ -66,6 +69,11 @@ class JobPlan:
     def status_folder(self) -> Path:
         return self.logs / "status"
 
+    @property
+    def check_words(self) -> tuple[str, ...]:
+        """Returns the verb of `check` and its arguments."""
+        return self.check.command[len(RUN_VERB) + 1 :] if self.check else ()
+
 
 def make_plan(
     options: Options,
@@ -87,9 +95,11 @@ def make_plan(
     check = fork_server = None
     if has_config(arguments):
         words = ("check", "--quiet", "--ranks", str(options.num_ranks), *arguments)
-        check = PlannedProcess((host.python, "-c", CHECK, *words), ours)
+        check = PlannedProcess((host.python, *RUN_VERB, *words), ours)
     if environment.get("MINDGRPO_FORK") != "0":
-        command = (host.python, str(FORK_SERVER), str(options.num_local_ranks), *arguments)
+        has_scheduler = options.num_ranks > 1 and options.hosts.host_index == 0
+        num_processes = options.num_local_ranks + has_scheduler + (check is not None)
+        command = (host.python, str(FORK_SERVER), str(num_processes), *arguments)
         fork_server = PlannedProcess(command, ours, logs / "fork_server.log")
     main = PlannedProcess(
         _main_command(options, host, logs, port),

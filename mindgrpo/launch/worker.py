@@ -1,7 +1,7 @@
 """Runs a program, or a verb, as one rank, and writes how it failed to the status folder: worker.py PROGRAM [ARGUMENTS].
 
-Where there is a fork server, the rank is forked there, which saves it the imports, and this process represents it:
-passes signals on and ends as the rank ends. Else the program runs here. It sees what it sees under
+Where there is a fork server, the rank (or msrun's scheduler) is forked there, which saves it the imports, and this
+process represents it: passes signals on and ends as it ends. Else the program runs here. It sees what it sees under
 `python PROGRAM ARGUMENTS`: arguments, `__main__`, `__file__` and the folder first on the import path. A rank ends with
 the process that started it, however that ends.
 """
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -31,7 +31,8 @@ from mindgrpo.errors import UserError, print_user_error
 from mindgrpo.health.processes import STATUS_VARIABLE, STOPPING, end_with_parent
 from mindgrpo.launch.options import VERBS, set_for_rank
 
-# Runs the verb that sys.argv begins with.
+# Runs the verb that sys.argv begins with: one of these.
+VERBS_THAT_RUN = (*VERBS, "check")
 VERB_PROGRAM = "mindgrpo.cli.verbs"
 PARENT_CHECK_SECONDS = 0.5
 # How long a rank that failed waits for its threads: they may wait for a rank that is gone.
@@ -42,7 +43,7 @@ NUM_DESCRIPTORS = 5
 
 def run(program: str, arguments: list[str]) -> None:
     sys.argv = [program, *arguments]
-    if program in VERBS:
+    if program in VERBS_THAT_RUN:
         del sys.path[0]  # this folder: its modules must not replace the user's
         runpy.run_module(VERB_PROGRAM, run_name="__main__")
     else:
@@ -77,14 +78,14 @@ def write_ending(folder: Path, rank: int, ending: BaseException, status: int) ->
         print(traceback_of_first_failure(folder), end="", file=sys.stderr, flush=True)
 
 
-def run_rank(program: str, arguments: list[str]) -> NoReturn:
-    """Runs the program to its end and the process with it."""
+def run_to_end(program: str, arguments: list[str], is_rank: bool = True) -> NoReturn:
+    """Runs the program to its end and the process with it; a rank's failure is written to the status folder."""
     status = 0
     try:
         run(program, arguments)
     except BaseException as ending:
         status = print_ending(ending)
-        if status:
+        if status and is_rank:
             with suppress(Exception):
                 write_ending(*status_of_rank(os.environ), ending, status)
     patience = time.monotonic() + JOIN_SECONDS
@@ -113,27 +114,46 @@ def take_standard_input() -> socket.socket | None:
     return taken
 
 
-def ask_for_fork(channel: socket.socket, command: list[str]) -> socket.socket | None:
-    """Returns a connection to the server that has forked the rank; None if the server has ended.
+def request_fork(
+    channel: socket.socket,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    is_rank: bool,
+    streams: tuple[int, int, int] = (0, 1, 2),
+) -> socket.socket:
+    """Asks the fork server to run a command. Raises OSError if the server has ended.
 
-    The request is one message, so that the server never waits for the rest of one: the rank's standard streams, a
-    file with what to run, and the server's end of the connection. Closes `channel`.
+    Returns a connection: it receives a 0 byte when the process is forked and then its status as a line, and nothing if
+    the server ends. What is sent to it are numbers of signals; closing it ends the process. The request is one
+    message, so that the server never waits for the rest of one: the standard streams, a file with what to run, and the
+    server's end of the connection.
     """
-    request = {"command": command, "environment": dict(os.environ), "folder": os.getcwd()}
+    request = {
+        "command": list(command),
+        "environment": dict(environment),
+        "folder": os.getcwd(),
+        "is_rank": is_rank,
+    }
     connection, servers_end = socket.socketpair()
+    with servers_end, open(os.memfd_create("mindgrpo-request"), "w+") as file:
+        json.dump(request, file)
+        file.seek(0)
+        socket.send_fds(channel, [b"\0"], [*streams, file.fileno(), servers_end.fileno()])
+    return connection
+
+
+def ask_for_fork(channel: socket.socket, command: list[str], is_rank: bool) -> socket.socket | None:
+    """Returns the connection once the process is forked; None if the server has ended. Closes `channel`."""
     try:
-        with channel, servers_end, open(os.memfd_create("mindgrpo-request"), "w+") as file:
-            json.dump(request, file)
-            file.seek(0)
-            descriptors = [0, 1, 2, file.fileno(), servers_end.fileno()]
-            socket.send_fds(channel, [b"\0"], descriptors)
+        with channel:
+            connection = request_fork(channel, command, os.environ, is_rank)
         return connection if connection.recv(1) else None
     except OSError:
         return None
 
 
-def represent(connection: socket.socket, parent: int) -> NoReturn:
-    """Waits for the forked rank and ends as it did."""
+def represent(connection: socket.socket, parent: int, is_rank: bool) -> NoReturn:
+    """Waits for the forked process and ends as it did."""
 
     def pass_on(number: int, _: FrameType | None) -> None:
         with suppress(OSError):  # the rank has ended, and its status is still to be read
@@ -146,7 +166,8 @@ def represent(connection: socket.socket, parent: int) -> NoReturn:
             os._exit(1)  # the server then kills the rank
     answer = connection.recv(16)
     if not answer:
-        write_loss_of_server(*status_of_rank(os.environ))
+        if is_rank:
+            write_loss_of_server(*status_of_rank(os.environ))
         sys.exit("mindgrpo: the process that forks the ranks has ended; fork_server.log says why.")
     status = int(answer)
     if status < 0:
@@ -173,20 +194,18 @@ def main() -> None:
     _, program, *arguments = sys.argv
     parent = os.getppid()
     channel = take_standard_input()
-    if os.environ.get("MS_ROLE") == "MS_SCHED":
-        end_with_parent(parent)
-        run(program, arguments)
-        return
-    set_for_rank(os.environ)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # who started this had to ignore them
-    folder, rank = status_of_rank(os.environ)
-    (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
-    connection = ask_for_fork(channel, [program, *arguments]) if channel else None
+    is_rank = os.environ.get("MS_ROLE") != "MS_SCHED"
+    if is_rank:
+        set_for_rank(os.environ)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)  # who started this had to ignore them
+        folder, rank = status_of_rank(os.environ)
+        (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
+    connection = ask_for_fork(channel, [program, *arguments], is_rank) if channel else None
     if connection is not None:
-        represent(connection, parent)
+        represent(connection, parent, is_rank)
     end_with_parent(parent)
-    run_rank(program, arguments)
+    run_to_end(program, arguments, is_rank)
 
 
 if __name__ == "__main__":
