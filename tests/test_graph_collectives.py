@@ -84,22 +84,37 @@ def test_a_graph_that_waits_for_a_killed_rank_ends_with_its_name_within_seconds(
 def _sum_and_gather_in_kernels(host: LocalRanks, size: int, count: int) -> Any:
     group = _group(host, size)
     x = numbers(host.rank, count, "float32")
-    total, stacked = np.empty_like(x), np.empty((size, count), np.float32)
+    blocks = numbers(host.rank, size * count, "float32").reshape(size, count)
+    total, stacked, own = np.empty_like(x), np.empty((size, count), np.float32), np.empty_like(x)
     return [
         _as_a_graph_calls("shared_sum", group, x, total),
         _as_a_graph_calls("shared_gather", group, x, stacked),
+        _as_a_graph_calls("shared_scatter_sum", group, blocks, own),
         total,
         stacked,
+        own,
     ]
 
 
-@pytest.mark.parametrize("count", [1, 250, 60_001])
-def test_the_kernels_of_graphs_sum_in_rank_order_and_gather_in_place(count: int) -> None:
-    everyone = np.stack([numbers(rank, count, "float32") for rank in range(3)])
-    for outcome in run(native(), 3, _sum_and_gather_in_kernels, count).values():
-        assert outcome[:2] == [0, 0]
-        assert outcome[2].tobytes() == (everyone[0] + everyone[1] + everyone[2]).tobytes()
-        assert outcome[3].tobytes() == everyone.tobytes()
+def _in_a_tree(parts: list[np.ndarray]) -> np.ndarray:
+    while len(parts) > 1:
+        pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
+        parts = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+    return parts[0]
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(1, 9), (2, 250), (3, 1), (3, 60_001), (5, 33), (7, 250), (8, 60_001)]
+)
+def test_the_kernels_of_graphs_sum_in_a_tree_and_gather_in_place(size: int, count: int) -> None:
+    everyone = [numbers(rank, count, "float32") for rank in range(size)]
+    blocks = [numbers(rank, size * count, "float32") for rank in range(size)]
+    of_blocks = _in_a_tree(blocks).reshape(size, count)
+    for rank, outcome in run(native(), size, _sum_and_gather_in_kernels, count).items():
+        assert outcome[:3] == [0, 0, 0]
+        assert outcome[3].tobytes() == _in_a_tree(everyone).tobytes()
+        assert outcome[4].tobytes() == np.stack(everyone).tobytes()
+        assert outcome[5].tobytes() == of_blocks[rank].tobytes()
 
 
 def _halves(host: LocalRanks, size: int) -> int:

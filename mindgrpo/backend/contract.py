@@ -65,6 +65,13 @@ class Group(ABC):
         """Makes a cell for graphs: floats [...] -> [size, ...], member i's at [i], the same on every member."""
 
     @abstractmethod
+    def scatter_sum_cell(self) -> nn.Cell:
+        """Makes a cell for graphs: [size, ...] -> [...], the sum over the group of what each has for this member.
+
+        Adds in the order of sum_cell, of whose transfer it is half.
+        """
+
+    @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         """Sums `array` over the group, in place and between graphs; adds in rank order on every member."""
 
@@ -86,6 +93,11 @@ class _AloneGather(nn.Cell):
         return ops.expand_dims(x, 0)
 
 
+class _AloneScatter(nn.Cell):
+    def construct(self, x: Any) -> Any:
+        return x[0]
+
+
 class AloneGroup(Group):
     """One rank, which communicates with nobody."""
 
@@ -97,6 +109,9 @@ class AloneGroup(Group):
 
     def gather_cell(self) -> nn.Cell:
         return _AloneGather()
+
+    def scatter_sum_cell(self) -> nn.Cell:
+        return _AloneScatter()
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         return array

@@ -42,21 +42,25 @@ class GatherBySum(nn.Cell):
         self.total = total
         self.one_hot = Tensor(np.arange(size) == index, ms.float32)
         self.size = size
+        self.reshape, self.expand = ops.Reshape(), ops.ExpandDims()
 
     def construct(self, x: Any) -> Any:
-        mask = ops.reshape(self.one_hot, (self.size,) + (1,) * len(x.shape))
-        return self.total(mask.astype(x.dtype) * ops.expand_dims(x, 0))
+        mask = self.reshape(self.one_hot, (self.size,) + (1,) * len(x.shape))
+        return self.total(mask.astype(x.dtype) * self.expand(x, 0))
 
 
 class ScatterBySum(nn.Cell):
-    """x [size, n] -> the sum over the members of what each has at [index], [n]: a sum of all of it."""
+    """x [size, ...] -> the sum over the members of what each has at [index], [...]: a sum of all of it."""
 
     def __init__(self, total: nn.Cell, index: int) -> None:
         super().__init__()
         self.total, self.index = total, index
+        self.slice = ops.StridedSlice()
 
     def construct(self, x: Any) -> Any:
-        return self.total(x)[self.index]
+        own = x.shape[1:]
+        begin, end = (self.index,) + (0,) * len(own), (self.index + 1, *own)
+        return self.slice(self.total(x), begin, end, (1,) * len(end)).reshape(own)
 
 
 class AgreedSum(nn.Cell):

@@ -19,7 +19,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.cpu.host import LocalRanks, SharedSegment
-from mindgrpo.backend.group_cells import GatherBySum
+from mindgrpo.backend.group_cells import GatherBySum, ScatterBySum
 from mindgrpo.backend.kernels.native.library import as_first, operation
 
 SMALL_BYTES = 32 * 1024
@@ -49,6 +49,20 @@ class NativeGather(nn.Cell):
             return [size, *x]
 
         self.call = operation("shared_gather", stacked, as_first)
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x, self.group)
+
+
+class NativeScatterSum(nn.Cell):
+    def __init__(self, kernel_id: int) -> None:
+        super().__init__()
+        self.group = Tensor([kernel_id], ms.int32)
+
+        def own(x: Any, group: Any) -> Any:
+            return x[1:]
+
+        self.call = operation("shared_scatter_sum", own, as_first)
 
     def construct(self, x: Any) -> Any:
         return self.call(x, self.group)
@@ -87,6 +101,9 @@ class SharedGroup(Group):
 
     def gather_cell(self) -> nn.Cell:
         return GatherBySum(self.sum_cell(), self.index, self.size)
+
+    def scatter_sum_cell(self) -> nn.Cell:
+        return ScatterBySum(self.sum_cell(), self.index)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         dense = np.ascontiguousarray(array)
@@ -139,6 +156,9 @@ class NativeGroup(SharedGroup):
 
     def gather_cell(self) -> nn.Cell:
         return NativeGather(self.kernel_id, self.size)
+
+    def scatter_sum_cell(self) -> nn.Cell:
+        return NativeScatterSum(self.kernel_id)
 
     def _done(self, status: int) -> None:
         if status == LOST:

@@ -27,21 +27,21 @@ class _Gather(nn.Cell):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.call = ops.AllGather(name)
+        self.call, self.expand = ops.AllGather(name), ops.ExpandDims()
 
     def construct(self, x: Any) -> Any:
-        return self.call(ops.expand_dims(x, 0))
+        return self.call(self.expand(x, 0))
 
 
 class _ScatterSum(nn.Cell):
-    """ReduceScatter cuts the first dim, and keeps it."""
+    """ReduceScatter cuts the first dim, the members', and keeps it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.call = ops.ReduceScatter(ops.ReduceOp.SUM, name)
 
     def construct(self, x: Any) -> Any:
-        return self.call(x).reshape(-1)
+        return self.call(x).reshape(x.shape[1:])
 
 
 class AscendBackend(DeviceBackend):

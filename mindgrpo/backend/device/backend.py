@@ -35,14 +35,16 @@ class DeviceGroup(Group):
         self._name, self._backend, self._health = name, backend, backend.health
 
     def sum_cell(self) -> nn.Cell:
-        scatter = self._backend.scatter_sum_cell(self._name, self.index, self.size)
-        return AgreedSum(scatter, self.gather_cell(), self.size)
+        return AgreedSum(self.scatter_sum_cell(), self.gather_cell(), self.size)
 
     def quick_sum_cell(self) -> nn.Cell:
         return self._backend.sum_cell(self._name)
 
     def gather_cell(self) -> nn.Cell:
         return self._backend.gather_cell(self._name, self.index, self.size)
+
+    def scatter_sum_cell(self) -> nn.Cell:
+        return self._backend.scatter_sum_cell(self._name, self.index, self.size)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         # By way of all members' arrays: in rank order, and in the dtype that they have.
@@ -174,7 +176,7 @@ class DeviceBackend(Backend):
 
     @abstractmethod
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
-        """Makes a cell for use inside graphs: [size, n] -> [n], the sum of what the members have at [index]."""
+        """Implements contract.Group.scatter_sum_cell for the member at `index` of `size`; adds in any order."""
 
     @abstractmethod
     def _transfer(

@@ -75,6 +75,10 @@ class Kernels:
         """Makes a cell: (bias [M], x [N, K], weight [K, M]) -> x weight + bias [N, M], without gradients."""
         return mindspore_ops.AddMatMul(self.matmul())
 
+    def matmul_back(self) -> Any:
+        """Makes a cell: (dy [N, M], weight [K, M]) -> dy weight^T [N, K]: the gradient of a product's x."""
+        return ops.MatMul(transpose_b=True)
+
     def matmul_gradient(self) -> Any:
         """Makes a cell: (x [N, K], dy [N, M]) -> x^T dy float32 [K, M]: a weight's gradient."""
         return mindspore_ops.MatMulGradient()

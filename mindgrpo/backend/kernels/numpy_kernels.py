@@ -67,6 +67,9 @@ class NumpyKernels(Kernels):
     def add_matmul(self) -> Any:
         return lambda bias, x, weight: x @ weight + bias
 
+    def matmul_back(self) -> Function:
+        return lambda dy, weight: dy @ weight.T
+
     def matmul_gradient(self) -> Function:
         return lambda x, dy: x.T @ dy
 

@@ -366,6 +366,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
     method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
         "matmul": (lambda k: _Product(k.matmul()), [x, matrix], 2, True),
         "add_matmul": (lambda k: k.add_matmul(), [_floats(inner), x, matrix], 3, False),
+        "matmul_back": (lambda k: k.matmul_back(), [_floats(tokens, inner), matrix], 2, False),
         "matmul_gradient": (lambda k: k.matmul_gradient(), [x, added], 2, False),
         "rms_norm": (lambda k: k.rms_norm(1e-6), [x, weight], 1, True),
         "add_rms_norm": (lambda k: k.add_rms_norm(1e-6), [x, added, weight], 2, True),

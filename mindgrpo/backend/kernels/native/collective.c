@@ -256,6 +256,26 @@ int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
     return group_gather_bytes(id, mine, sizes, all);
 }
 
+/* out = the members' sum of their block `index` of `count` floats each, added as group_sum adds; each member adds its own
+ * block alone. */
+static int scatter_sum(int32_t id, const float *mine, int64_t count, float *out) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    int64_t block = count * (int64_t)sizeof(float), room = g->slot_bytes / g->size / 64 * 64;
+    if (!room) return end(g, GROUP_NO_ROOM);
+    for (int64_t at = 0; at < block && !status; at += room) {
+        int half = ++g->number & 1;
+        int64_t bytes = piece_of(block, at, room), own = g->index * room;
+        for (int i = 0; i < g->size; i++)
+            memcpy(slot(g, half, g->index) + i * room, (const char *)mine + i * block + at, bytes);
+        if ((status = meet(g, INT64_MIN + block))) break;
+        add(g, half, FLOAT32, own, bytes);
+        memcpy((char *)out + at, slot(g, half, 0) + own, bytes);
+    }
+    return end(g, status);
+}
+
 /* -- in graphs ----------------------------------------------------------------------------------------------- */
 
 static int reported(const Call *call, int status) {
@@ -282,4 +302,12 @@ int gather_over_ranks(const Call *call, int64_t group, int64_t size, const float
 KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
     int32_t id = *(const int32_t *)call->params[1];
     return gather_over_ranks(call, id, dim(call, 'S'), call->params[0], call->dims[ANY_SHAPE], call->params[2]);
+}
+
+KERNEL(shared_scatter_sum, "x f32[S, ...], group i32[1] -> sum f32[...]") {
+    int32_t id = *(const int32_t *)call->params[1];
+    const Group *g = find(id);
+    if (g && g->size != dim(call, 'S'))
+        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
+    return reported(call, scatter_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }

@@ -8,7 +8,7 @@
 
 #include "kernel.h"
 
-enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4 };
+enum { GROUP_UNKNOWN = 1, GROUP_OUT_OF_STEP = 2, GROUP_PEER_LOST = 3, GROUP_BUSY = 4, GROUP_NO_ROOM = 5 };
 
 /* Where this process tells since when (seconds of CLOCK_MONOTONIC) it waits for another; 0 while it does not. */
 void group_tell_waits_at(double *place);

@@ -376,6 +376,9 @@ class NativeKernels(Kernels):
         call_kernel("product", *factors, np.array([0, 1], np.int32), product)
         return product
 
+    def matmul_back(self) -> Any:
+        return super().matmul_back() if self.num_parts is None else _MatMul(self.num_parts, True, 1)
+
     def matmul_gradient(self) -> Any:
         return (
             super().matmul_gradient() if self.num_parts is None else _MatMulGradient(self.num_parts)
