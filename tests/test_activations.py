@@ -55,6 +55,22 @@ def test_each_layer_keeps_the_tensors_that_its_backward_pass_reads(kind: Kind) -
 
 
 @pytest.mark.parametrize("kind", KEPT_BY)
+def test_of_tokens_that_ranks_share_out_each_keeps_its_own(kind: Kind) -> None:
+    def kept(shares: int, again: frozenset[str] = NOTHING, **other: object) -> int:
+        one = graphs(kind, token_shares=shares, **other)
+        return update_bytes(one, stage(5, again, head=1 << 30)).kept
+
+    flow = TOKENS * HIDDEN * graphs(kind).itemsize
+    # Half of the inputs of two norms, and of what the products take that follow.
+    inputs, factors = 2 * flow if kind == "plain" else flow, flow
+    assert kept(1) - kept(2) == 5 * (inputs + factors)
+    assert kept(1) - kept(2, gathers_again=False) == 5 * inputs
+    assert kept(1, BOTH) - kept(2, BOTH) == 4 * flow // 2 + inputs + factors
+    attention = frozenset(("attention",))
+    assert kept(1, attention) - kept(2, attention) == 5 * inputs
+
+
+@pytest.mark.parametrize("kind", KEPT_BY)
 def test_a_layer_that_is_computed_again_keeps_its_input(kind: Kind) -> None:
     two, five = (update_bytes(graphs(kind), stage(layers, BOTH)).kept for layers in (2, 5))
     assert five - two == 3 * TOKENS * HIDDEN * graphs(kind).itemsize

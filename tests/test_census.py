@@ -21,10 +21,18 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.group_cells import ScatterBySum
 from mindgrpo.backend.kernels.ascend import AscendKernels
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
-from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Stage, StageForward
+from mindgrpo.models.decoder import (
+    KEEP_ALL,
+    WHOLE_LAYERS,
+    LogProbStage,
+    Recompute,
+    Stage,
+    StageForward,
+)
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
@@ -56,8 +64,12 @@ class _Sum(nn.Cell):
 class _Gather(nn.Cell):
     """Stands for a gather over ranks."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.tile, self.expand = ops.Tile(), ops.ExpandDims()
+
     def construct(self, x: Any) -> Any:
-        return ops.tile(ops.expand_dims(x, 0), (4,) + (1,) * len(x.shape))
+        return self.tile(self.expand(x, 0), (4,) + (1,) * len(x.shape))
 
 
 class _Four(Group):
@@ -68,6 +80,9 @@ class _Four(Group):
 
     def gather_cell(self) -> nn.Cell:
         return _Gather()
+
+    def scatter_sum_cell(self) -> nn.Cell:
+        return ScatterBySum(_Sum(), 0)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         return array
@@ -102,6 +117,7 @@ class Model:
         stages: int = 1,
         rank: int = 0,
         is_trained: bool = True,
+        splits_tokens: bool = False,
     ) -> None:
         config = decoder_config(
             {
@@ -118,7 +134,8 @@ class Model:
             "here",
         )
         self.device, self.layers, self.rank = device, layers, rank
-        self.layout = Layout.of(Mesh(1, 4, stages), parameter_specs(config))
+        mesh, specs = Mesh(1, 4, stages), parameter_specs(config, splits_tokens)
+        self.layout = Layout.of(mesh, specs, splits_tokens=splits_tokens)
         self.weights = self.role("weights", device.compute_dtype)
         self.shard = Shard(config, self.weights, device, is_trained=is_trained)
 
@@ -144,7 +161,8 @@ class Model:
         return made
 
     def hidden(self) -> Tensor:
-        x = zeros(TOKENS, self.shard.config.hidden_size, dtype=np.float32)
+        tokens = TOKENS // self.layout.token_shares
+        x = zeros(tokens, self.shard.config.hidden_size, dtype=np.float32)
         return x.astype(ms.bfloat16 if self.device.compute_dtype == "bfloat16" else ms.float16)
 
 
@@ -203,9 +221,14 @@ def stage_backward(device: Backend, layers: int) -> Any:
     return cell(zeros(1, TOKENS), model.hidden(), *STAGE_INPUTS, *flows)
 
 
-def loss_step(device: Backend, layers: int) -> Any:
-    model = Model(device, layers, stages=2, rank=4)
-    stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
+def loss_step(
+    device: Backend,
+    layers: int,
+    recompute: Recompute = WHOLE_LAYERS,
+    splits_tokens: bool = False,
+) -> Any:
+    model = Model(device, layers, stages=2, rank=4, splits_tokens=splits_tokens)
+    stage = Stage(model.shard, TOKENS, recompute)
     # Sixteen rows of logits at a time.
     net = LogProbStage(stage, model.shard, 0.8, 4 * model.shard.local_vocab * 16)
     numbers = [zeros(PICKS, dtype=np.float32) for _ in range(7)]
@@ -214,6 +237,10 @@ def loss_step(device: Backend, layers: int) -> Any:
     cell = LossStep(net, model.shard.layers, head, loss, model.trained())
     flows = [model.hidden() for _ in range(layers - 1)]
     return cell(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS, *numbers, *flows)
+
+
+def loss_step_of_shares(device: Backend, layers: int) -> Any:
+    return loss_step(device, layers, KEEP_ALL, splits_tokens=True)
 
 
 def optimizer(device: Backend, layers: int) -> Any:
@@ -256,6 +283,7 @@ GRAPHS = (
     log_probs,
     stage_backward,
     loss_step,
+    loss_step_of_shares,
     gradient_norm,
     optimizer,
     rounded_weights,

@@ -263,7 +263,7 @@ def test_memory_sizes_are_binary(text: str, size: int) -> None:
     [
         ("generate_config.trust_remote_code", "true", "is refused; set it to False"),
         ("actor_config.parallel_config.context_parallel", "2", "set it to 1"),
-        ("actor_config.parallel_config.use_seq_parallel", "True", "set it to False"),
+        ("actor_config.parallel_config.pp_interleave_num", "2", "set it to 1"),
     ],
 )
 def test_an_active_value_of_a_pending_key_is_refused(

@@ -370,6 +370,18 @@ def test_a_gather_inside_a_graph_has_every_members_own_in_order(
 
 
 @several_ranks
+def test_tokens_that_ranks_share_out_are_gathered_and_summed_there_and_back(
+    launch: Launch, world: Which
+) -> None:
+    for rank in launch(world)[1]:
+        found = rank["tokens_in_graph"]
+        assert found["gathered"] and found["d_whole"]
+        assert max(found["errors"]) < 1e-5
+        if world[1] != "device":
+            assert found["same_as_a_sum"]
+
+
+@several_ranks
 def test_ranks_that_share_cores_evenly_compute_on_one_each_and_leave_it(
     launch: Launch, world: Which
 ) -> None:

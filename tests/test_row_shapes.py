@@ -40,9 +40,14 @@ def lengths_of(choice: ShapeChoice, rollouts: Sequence[PackedRollout]) -> list[i
 
 
 def test_lengths_are_powers_of_two_and_the_longest() -> None:
-    assert row_lengths(1024) == (64, 128, 256, 512, 1024)
-    assert row_lengths(2560) == (64, 128, 256, 512, 1024, 2048, 2560)
-    assert row_lengths(64) == (64,) and row_lengths(24) == (24,)
+    def lengths(longest: int, unit: int = 1) -> tuple[int, ...]:
+        return row_lengths(MicroShape(1, longest, unit=unit))
+
+    assert lengths(1024) == (64, 128, 256, 512, 1024)
+    assert lengths(2560) == (64, 128, 256, 512, 1024, 2048, 2560)
+    assert lengths(64) == (64,) and lengths(24) == (24,)
+    # Tokens that three ranks share out.
+    assert lengths(201, 3) == (66, 129, 201)
 
 
 def test_a_sample_a_row_costs_its_content() -> None:
@@ -61,7 +66,9 @@ def test_packed_rows_are_of_the_length_that_computes_least(column_cost: float) -
         count = num_micro_batches(rollout.rows(micro), micro, 2)
         return count * (128 + 2 * length * (1 + length * column_cost))
 
-    assert cost(shape.length) == min(cost(n) for n in row_lengths(4096) if n >= 40 + 56)
+    assert cost(shape.length) == min(
+        cost(n) for n in row_lengths(MicroShape(2, 4096)) if n >= 40 + 56
+    )
     assert shape.length < 4096
 
 
@@ -175,6 +182,19 @@ def test_no_row_is_longer_than_what_may_be_in_it() -> None:
     assert update_shape(config(pack_num=2), ragged=True) == MicroShape(1, 2 * 5056, 4)
     assert update_shape(config(), ragged=False) == MicroShape(2, 8192)
     assert update_shape(config(pack_num=1, tools=["calculator"]), ragged=False).length == 8192
+
+
+def test_rows_are_rounded_up_to_tokens_that_ranks_can_share_out() -> None:
+    tree = config(pack_num=1).model_dump(by_alias=True)
+    parallel = {"model_parallel": 3, "use_seq_parallel": True}
+    tree["actor_config"]["parallel_config"] |= parallel
+    split = Config.model_validate(tree)
+    assert update_shape(split, ragged=False) == MicroShape(2, 2562, 1, unit=3)
+    assert update_shape(split, ragged=True) == MicroShape(1, 2 * 2560 + 1, 2, unit=3)
+    assert (
+        "513, 1026, 2049, 4098 or 5121 tokens, as their content needs, multiples of 3 that ranks"
+        in (row_lines(split)[0])
+    )
 
 
 def test_the_lengths_are_described() -> None:

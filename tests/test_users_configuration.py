@@ -38,6 +38,21 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "generation_config.json",
 )
+# What the first published configuration of these models had beside: of its training model, and of its generating one.
+FIRST_PUBLISHED = {
+    "actor_config": {
+        "use_seq_parallel": "True",
+        "vocab_emb_dp": "False",
+        "gradient_aggregation_group": "4",
+        "micro_batch_interleave_num": "2",
+    },
+    "generate_config": {
+        "micro_batch_num": "1",
+        "vocab_emb_dp": "False",
+        "gradient_aggregation_group": "4",
+        "micro_batch_interleave_num": "1",
+    },
+}
 NUM_STEPS = 2
 RUN_SECONDS = 500
 # A row holds one sample, and 32 x 2 x 1 of them make a step: the numbers of the configuration.
@@ -169,6 +184,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
         "MINDGRPO_LOG_DIR": str(folder / "logs"),
     }
     words = ["--rl_config.max_steps", str(NUM_STEPS), "--output_dir", str(folder / "output")]
+    for section, keys in FIRST_PUBLISHED.items():
+        for key, value in keys.items():
+            words += [f"--{section}.parallel_config.{key}", value]
     ended = subprocess.run(
         ["bash", str(LAUNCHER), *words],
         env=environment,
@@ -201,7 +219,8 @@ def test_two_steps_are_trained_with_the_configurations_numbers(run: tuple[Path, 
         assert row["logprob_gap/max"] < 1e-4
         assert row["reward/format_reward/errors"] + 1 > 0
     assert [row["weights_version"] for row in rows] == [UPDATES, 2 * UPDATES]
-    assert "train DP1/MP4/PP2" in said and "generate DP2/MP4" in said
+    assert "train DP1/MP4/PP2, stages of 2+2 layers, sequence parallel" in said
+    assert "generate DP2/MP4" in said and "reference DP2/MP4" in said
     rate = yaml.safe_load(CONFIGURATION.read_text())["actor_config"]["lr_schedule"]
     # Ten updates of warm-up, then next to no decay in 200,000.
     assert rows[-1]["lr"] == pytest.approx(float(rate["lr"]), rel=1e-3)
@@ -213,6 +232,8 @@ def test_what_the_run_goes_on_without_is_told_once(run: tuple[Path, str]) -> Non
         "msprobe_config.msprobe asks for msprobe",
         "rl_config.align_type has no effect",
         "eos_token_id 151645, 151643 is outside of the model's 384 tokens",
+        "actor_config.parallel_config.gradient_aggregation_group has no effect",
+        "actor_config.parallel_config.micro_batch_interleave_num has no effect",
     ):
         assert said.count(words) == 1, words
 

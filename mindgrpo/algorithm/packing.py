@@ -44,13 +44,15 @@ PackedRow = tuple[Placed, ...]
 class MicroShape:
     """`rows` x `length` tokens a micro-batch; at most `max_per_row` samples a row, None for as many as fit.
 
-    Of the tokens `picks` predict at most; None for a part of all that holds what is needed.
+    Of the tokens `picks` predict at most; None for a part of all that holds what is needed. `length` is a multiple of
+    `unit`, so that tokens divide among ranks.
     """
 
     rows: int
     length: int
     max_per_row: int | None = None
     picks: int | None = None
+    unit: int = 1
 
     @property
     def tokens(self) -> int:

@@ -26,10 +26,12 @@ TOKENS_PER_MICRO_BATCH = 128
 TOKENS_PER_COMPILE = 1 << 16
 
 
-def row_lengths(longest: int) -> tuple[int, ...]:
-    """Returns the lengths that rows of up to `longest` tokens may have: powers of two, and `longest`."""
+def row_lengths(widest: MicroShape) -> tuple[int, ...]:
+    """Returns the lengths that rows of up to `widest.length` tokens may have: powers of two, in its unit, and it."""
+    longest, unit = widest.length, widest.unit
     powers = (1 << exponent for exponent in range(SHORTEST.bit_length() - 1, longest.bit_length()))
-    return (*(length for length in powers if length < longest), longest)
+    lengths = (-(-power // unit) * unit for power in powers)
+    return (*(length for length in lengths if length < longest), longest)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class ShapeChoice:
     ) -> list[_Option]:
         lengths = packed.rollout.total_lengths
         longest = int(max(lengths if members is None else lengths[list(members)], default=0))
-        fitting = [n for n in row_lengths(self.widest.length) if n >= longest]
+        fitting = [n for n in row_lengths(self.widest) if n >= longest]
         options = []
         # Packing says so where not even the widest rows hold a sample.
         for length in fitting or [self.widest.length]:

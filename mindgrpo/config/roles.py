@@ -58,8 +58,23 @@ class ParallelConfig(Section):
     pipeline_stage: int = Field(1, ge=1)
     """number of pipeline stages"""
 
+    @property
+    def splits_tokens(self) -> bool:
+        """Tells whether the ranks of a layer share out its tokens between attention and MLP."""
+        return False
 
-class TrainParallelConfig(ParallelConfig):
+
+class ScoreParallelConfig(ParallelConfig):
+    use_seq_parallel: bool = False
+    """sequence parallelism: the model_parallel ranks of a layer share out the tokens between attention and MLP (norms,
+    residuals), which take as much less memory; results are the same"""
+
+    @property
+    def splits_tokens(self) -> bool:
+        return self.use_seq_parallel and self.model_parallel > 1
+
+
+class TrainParallelConfig(ScoreParallelConfig):
     micro_batch_num: int | None = Field(None, ge=1)
     """number of micro-batches per update; null: as many as a rollout needs"""
 
@@ -181,7 +196,7 @@ class RefConfig(Section):
     """number of steps between updates of the reference model"""
     ref_model_mixup_alpha: float = Field(1.0, gt=0, le=1)
     """weight of the policy when it is mixed into the reference model; 1: replace the reference model by a copy"""
-    parallel_config: ParallelConfig | None = None
+    parallel_config: ScoreParallelConfig | None = None
     """layout of the reference model; null: that of the actor"""
 
 

@@ -23,10 +23,10 @@ class Attention(nn.Cell):
         super().__init__()
         name, heads = prefix + "self_attn.", shard.attended_heads()
         nothing = Tensor([0.0], ms.float32)
-        self.copy = shard.copy_to_group()
         weight, bias = name + "qkv_proj.weight", name + "qkv_proj.bias"
         adds_bias = shard.heads().has_bias and not heads.has_bias
-        self.qkv = shard.biased_linear(weight, bias) if adds_bias else shard.linear(weight)
+        product = shard.biased_linear(weight, bias) if adds_bias else shard.linear(weight)
+        self.qkv = shard.entering(product)
         self.bias = shard[bias] if heads.has_bias else nothing
         self.vector = shard.vector()
         self.has_head_norms = heads.norm_eps is not None
@@ -38,21 +38,20 @@ class Attention(nn.Cell):
             self.projection_norm = ProjectionNorm(shard, name)
         self.attend = attend
         self.out = shard.linear(name + "o_proj.weight", over_ranks=True)
-        self.reduce = shard.reduce_from_group()
+        self.leave = shard.leave_region()
         self.out_bias = shard.get(name + "o_proj.bias")
         self.has_out_bias = self.out_bias is not None
 
     def construct(self, x: Any, context: Any) -> Any:
-        qkv = self.qkv(self.copy(x))
+        qkv = self.qkv(x)
         if self.has_projection_norm:
             qkv = self.projection_norm(qkv)
         q_norm, k_norm = self.vector(self.q_norm), self.vector(self.k_norm)
         if self.has_head_norms and self.norm_offset != 0.0:
             q_norm = q_norm.astype(ms.float32) + self.norm_offset
             k_norm = k_norm.astype(ms.float32) + self.norm_offset
-        y = self.reduce(
-            self.out(self.attend(qkv, self.vector(self.bias), q_norm, k_norm, *context))
-        )
+        mixed = self.attend(qkv, self.vector(self.bias), q_norm, k_norm, *context)
+        y = self.leave(self.out(mixed), qkv)
         if self.has_out_bias:
             y = y + self.vector(self.out_bias).astype(y.dtype)
         return y

@@ -1,7 +1,8 @@
 """Defines the decoder as graph code: embedding, block, head. Training, prompts and decoding differ in attention only.
 
-`x_NH`: N tokens, H = hidden; in packed rows N = R rows * T tokens; M picked positions; V local vocabulary. Everything
-but matrix products comes from the backend's kernels, what differs between families from the model's configuration.
+`x_NH`: N tokens, H = hidden; in packed rows N = R rows * T tokens; M picked positions; V local vocabulary. With
+sequence parallelism, hidden states between attention and MLP are those of the rank's own N / tp tokens. Everything but
+matrix products comes from the backend's kernels, what differs between families from the model's configuration.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ class Embedding(nn.Cell):
         super().__init__()
         self.table = shard["model.embed_tokens.weight"]
         self.embed = shard.embedding()
-        self.reduce = shard.reduce_from_group()
+        self.leave = shard.leave_region()
         self.is_scaled = shard.config.family.scaled_embeddings
         self.scale = float(np.float32(shard.config.hidden_size**0.5))
 
     def construct(self, tokens: Any) -> Any:
-        x = self.reduce(self.embed(tokens, self.table))
+        x = self.leave(self.embed(tokens, self.table), tokens)
         if self.is_scaled:
             x = x * self.scale
         return x
@@ -139,14 +140,14 @@ class GatedMlp(nn.Cell):
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
-        self.copy = shard.copy_to_group()
-        self.gate_up = shard.linear(prefix + "mlp.gate_up_proj.weight")
+        self.gate_up = shard.entering(shard.linear(prefix + "mlp.gate_up_proj.weight"))
         self.glu = shard.cell(shard.kernels.glu, shard.config.activation)
         self.down = shard.linear(prefix + "mlp.down_proj.weight", over_ranks=True)
-        self.reduce = shard.reduce_from_group()
+        self.leave = shard.leave_region()
 
     def construct(self, x: Any) -> Any:
-        return self.reduce(self.down(self.glu(self.gate_up(self.copy(x)))))
+        gate_up = self.gate_up(x)
+        return self.leave(self.down(self.glu(gate_up)), gate_up)
 
 
 def feed_forward(shard: Shard, index: int) -> nn.Cell:
@@ -239,19 +240,22 @@ class Stage(nn.Cell):
         self.rope_and_masks = nn.CellList(
             [kernels.rope_and_mask(table, is_causal) for table in rotary.tables]
         )
+        self.recomputed = tuple(recompute.whole_layer(index) for index in shard.layers)
+        # A graph of its own then makes what layers get. The last stage's keeps the last layer, which is needed at once.
+        all_again = all(self.recomputed) and len(shard.layers) > 1
+        self.hands_inputs_on = not shard.is_last or all_again
+        self.handed_on = len(shard.layers) - 1 if shard.is_last else len(shard.layers)
         sharing = shard.sharing_cells()
         layers = []
         for index, kind in zip(shard.layers, rotary.of_layer, strict=True):
-            of_layer = sharing.within(recompute.applies_to(index))
+            is_last_kept = all_again and index == shard.layers[-1]
+            are_kept = shard.is_last and (is_last_kept or not recompute.applies_to(index))
+            of_layer = sharing.within(recompute.applies_to(index)).keeping(are_kept)
             attend = of_layer.cell(rotary.attention, kernels, heads, kind, is_causal)
             layer = Layer(of_layer, index, attend, gets_sum=True)
             recompute.apply(layer, index)
             layers.append(SummedLayer(layer))
         self.layers = nn.CellList(layers)
-        self.recomputed = tuple(recompute.whole_layer(index) for index in shard.layers)
-        # A graph of its own then makes what layers get. The last stage's keeps the last layer, which is needed at once.
-        self.hands_inputs_on = not shard.is_last or (all(self.recomputed) and len(layers) > 1)
-        self.handed_on = len(layers) - 1 if shard.is_last else len(layers)
 
     def construct(self, x: Any, *inputs: Any) -> Any:
         return self.compute(x, inputs)
@@ -329,6 +333,7 @@ class LogProbStage(nn.Cell):
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
         self.stage, self.of_stage = stage, len(StageInputs._fields)
+        self.all_tokens = shard.all_tokens()
         self.pick = shard.kernels.pick()
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = shard.copy_to_group()
@@ -352,7 +357,7 @@ class LogProbStage(nn.Cell):
     def head(self, x: Any, inputs: Any) -> Any:
         """Computes what follows the layers: (x_NH, HeadInputs as one tuple) -> (log p [M], entropy [M])."""
         picks, labels = inputs
-        picked = self.pick(picks, x)
+        picked = self.pick(picks, self.all_tokens(x))
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)
 
 

@@ -1,6 +1,8 @@
 """Tensor-parallel building blocks as plain cells (Megatron-LM, arXiv:1909.08053, section 3).
 
-The conjugate operators f and g carry their own backward; everything else is ordinary graph code.
+The conjugate operators f and g carry their own backward, and so do those of sequence parallelism (arXiv:2205.05198,
+section 4.2.2); everything else is ordinary graph code. The collectives of a graph depend on each other: independent
+ones would run in an order of its own on every rank.
 """
 
 from __future__ import annotations
@@ -54,6 +56,104 @@ class ReduceFrom(nn.Cell):
 
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         return (dout,)
+
+
+class GatherTokens(nn.Cell):
+    """A rank's own tokens [n, H] -> those of the group, [size * n, H], in its order.
+
+    The gradient is that of the own tokens: summed over the group, in its own dtype or `in_float32`, or where it
+    `is_whole` on every rank, as it is.
+    """
+
+    def __init__(self, group: Group, in_float32: bool, is_whole: bool = False) -> None:
+        super().__init__()
+        self.size, self.index, self.is_whole = group.size, group.index, is_whole
+        self.gather = group.gather_cell()
+        self.scatter = _in_float32(group.scatter_sum_cell(), in_float32)
+        # Not an index: of functions that a bprop calls, MindSpore 2.9 loses nodes in some graphs, of operations never.
+        self.slice = ops.StridedSlice()
+
+    def construct(self, x: Any) -> Any:
+        return self.gather(x).reshape(-1, x.shape[-1])
+
+    def bprop(self, x: Any, out: Any, dout: Any) -> Any:
+        count, width = x.shape
+        if self.is_whole:
+            start = self.index * count
+            own = self.slice(dout, (start, 0), (start + count, width), (1, 1))
+        else:
+            own = self.scatter(dout.reshape(self.size, count, width))
+        return (own.astype(x.dtype),)
+
+
+class GatheredProduct(nn.Cell):
+    """(own tokens [n, in], weight [in, out]) -> `product` of all tokens, of which the own ones are kept.
+
+    For the gradient they are gathered again, once its other factor is there; `back` and `gradient` are the kernels'
+    matmul_back and matmul_gradient.
+    """
+
+    def __init__(
+        self, product: Any, back: Any, gradient: Any, group: Group, in_float32: bool
+    ) -> None:
+        super().__init__()
+        self.size, self.product = group.size, product
+        self.back, self.gradient = back, gradient
+        self.gather = group.gather_cell()
+        self.scatter = _in_float32(group.scatter_sum_cell(), in_float32)
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        return self.product(self.gather(x).reshape(-1, x.shape[-1]), weight)
+
+    def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
+        whole = self.gather(ops.depend(x, dout)).reshape(-1, x.shape[-1])
+        by_rank = self.back(ops.depend(dout, whole), weight).reshape(self.size, -1, x.shape[-1])
+        return self.scatter(by_rank).astype(x.dtype), self.gradient(whole, dout)
+
+
+class Entering(nn.Cell):
+    """`product` of what `enter` makes of hidden states."""
+
+    def __init__(self, enter: nn.Cell, product: nn.Cell) -> None:
+        super().__init__()
+        self.enter, self.product = enter, product
+
+    def construct(self, x: Any) -> Any:
+        return self.product(self.enter(x))
+
+
+class ScatterTokens(nn.Cell):
+    """(y [N, H], after) -> a rank's own tokens [N / size, H] of the sum of y over the group.
+
+    The gradient is gathered once `after` is computed: in a layer that is computed again, its own gathers come first.
+    """
+
+    def __init__(self, group: Group, in_float32: bool) -> None:
+        super().__init__()
+        self.size = group.size
+        self.scatter = _in_float32(group.scatter_sum_cell(), in_float32)
+        self.gather = group.gather_cell()
+        self.zeros = ops.ZerosLike()
+
+    def construct(self, y: Any, after: Any) -> Any:
+        return self.scatter(y.reshape(self.size, -1, y.shape[-1]))
+
+    def bprop(self, y: Any, after: Any, out: Any, dout: Any) -> Any:
+        whole = self.gather(ops.depend(dout, after)).reshape(y.shape)
+        return whole.astype(y.dtype), self.zeros(after)
+
+
+class Leave(nn.Cell):
+    """(y, after) -> what `cell`, a ReduceFrom or a ScatterTokens, makes of y."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__()
+        self.cell, self.is_scatter = cell, isinstance(cell, ScatterTokens)
+
+    def construct(self, y: Any, after: Any) -> Any:
+        if self.is_scatter:
+            return self.cell(y, ops.stop_gradient(after))
+        return self.cell(y)
 
 
 class Float32Gradient(nn.Cell):

@@ -13,8 +13,14 @@ from mindgrpo.parallel.sharding import ParameterSpec, Split
 PARTIAL = DENSE_DATA | {"mp"}
 
 
-def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
-    """Returns all parameters, in model order."""
+def parameter_specs(
+    config: DecoderConfig, splits_tokens: bool = False
+) -> tuple[ParameterSpec, ...]:
+    """Returns all parameters, in model order.
+
+    With `splits_tokens`, ranks of a model group have tokens of their own between products, and so the gradients of what
+    is used there are sums over them.
+    """
     tied = config.tie_word_embeddings
     # Kept [vocabulary, hidden]: rows are gathered by token id.
     table: dict[str, Any] = {
@@ -25,7 +31,7 @@ def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
     first: Any = "first_and_last" if tied else "first"
     specs = [ParameterSpec("model.embed_tokens.weight", position=first, **table)]
     for layer in range(config.num_hidden_layers):
-        specs += _layer_specs(config, layer)
+        specs += _layer_specs(config, layer, PARTIAL if splits_tokens else DENSE_DATA)
     specs.append(_whole("model.norm.weight", config.hidden_size, "last"))
     if not tied:
         specs.append(ParameterSpec("lm_head.weight", position="last", **table))
@@ -40,19 +46,23 @@ def _whole(name: str, extent: int, position: Any, **options: Any) -> ParameterSp
     return ParameterSpec(name, (extent,), position=position, decay=False, **options)
 
 
-def _layer_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
+def _layer_specs(config: DecoderConfig, layer: int, between: frozenset[str]) -> list[ParameterSpec]:
+    """`between`: the axes over which gradients of what lies between products are summed."""
     norms = config.family.norms
 
     def norm(name: str | None) -> list[ParameterSpec]:
         full = f"model.layers.{layer}.{name}.weight"
-        return [_whole(full, config.hidden_size, layer)] if name else []
+        return [_whole(full, config.hidden_size, layer, summed_over=between)] if name else []
 
-    attention, mlp = _attention_specs(config, layer), _feed_forward_specs(config, layer)
+    attention = _attention_specs(config, layer, between)
+    mlp = _feed_forward_specs(config, layer)
     attention = [*norm(norms.attention_in), *attention, *norm(norms.attention_out)]
     return [*attention, *norm(norms.mlp_in), *mlp, *norm(norms.mlp_out)]
 
 
-def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
+def _attention_specs(
+    config: DecoderConfig, layer: int, between: frozenset[str]
+) -> list[ParameterSpec]:
     prefix, unit = f"model.layers.{layer}.self_attn.", config.head_dim
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     sizes = {name: count * unit for name, count in heads.items()}
@@ -81,7 +91,8 @@ def _attention_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
         specs += [by_heads(f"{name}_norm.weight", (sizes[name],)) for name in "qk"]
     specs.append(by_heads("o_proj.weight", (config.hidden_size, sizes["q"]), dim=1))
     if config.output_bias:
-        specs.append(_whole(prefix + "o_proj.bias", config.hidden_size, layer))
+        # Added to the sum over the group.
+        specs.append(_whole(prefix + "o_proj.bias", config.hidden_size, layer, summed_over=between))
     return specs
 
 

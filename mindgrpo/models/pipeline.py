@@ -77,7 +77,7 @@ class ForwardPipeline:
 
     def activations(self, num_tokens: int) -> tuple[int, int]:
         """Returns the shape of what passes between stages of a micro-batch."""
-        return num_tokens, self.shard.config.hidden_size
+        return num_tokens // self.shard.token_shares, self.shard.config.hidden_size
 
     def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns what goes on to the next stage, and what the layers got: nothing where no flows are kept."""

@@ -20,10 +20,15 @@ from mindgrpo.models.lora import LoraSettings, LowRankLinear, adapter_names
 from mindgrpo.models.parallel_cells import (
     BiasedLinear,
     CopyTo,
+    Entering,
     Float32Gradient,
+    GatheredProduct,
+    GatherTokens,
+    Leave,
     Linear,
     ReduceFrom,
     Same,
+    ScatterTokens,
     ToFloat32,
 )
 from mindgrpo.weights.local_weights import Weights
@@ -103,6 +108,7 @@ class Shard:
         self.backend = backend
         self.group: Group = backend.group(mesh.group(weights.rank, ("mp",)))
         tp_size = mesh.mp
+        self.token_shares = layout.token_shares
         # The decoder computes stages of one chunk.
         (self.layers,) = layout.stage_layers[mesh.index(weights.rank, "pp")]
         self.query_heads = config.num_attention_heads // tp_size
@@ -122,6 +128,8 @@ class Shard:
             self.adapter_parameters = adapters.weights.parameters
         self._shared_cells: dict[Any, nn.Cell] | None = None
         self._scope: tuple[object, ...] = ()
+        # Whether a gradient finds hidden states of before, which are not computed again for it.
+        self.are_kept = False
 
     def sharing_cells(self) -> Shard:
         """Returns a copy whose equal cells without weights are one object, so that a graph compiles it once."""
@@ -138,6 +146,12 @@ class Shard:
         shard._scope = (*self._scope, scope)
         return shard
 
+    def keeping(self, are_kept: bool) -> Shard:
+        """Returns a copy for cells whose hidden states are kept for the gradient, or are not."""
+        shard = copy(self)
+        shard.are_kept = are_kept and self.is_trained
+        return shard
+
     def cell(self, make: Callable[..., nn.Cell], *arguments: Any) -> nn.Cell:
         """Returns make(*arguments), a cell without weights; the arguments are hashable."""
         if self._shared_cells is None:
@@ -152,6 +166,32 @@ class Shard:
 
     def reduce_from_group(self) -> nn.Cell:
         return self.cell(ReduceFrom, self.group, self.is_trained, self.backend.sums_in_float32)
+
+    def entering(self, product: nn.Cell) -> nn.Cell:
+        """Returns `product` of hidden states, the first of those that are split over the group.
+
+        Where tokens are shared out and hidden states `are_kept`, the own ones are, if `product` is one of a matrix.
+        """
+        if self.token_shares == 1:
+            return Entering(self.copy_to_group(), product)
+        in_float32 = self.backend.sums_in_float32
+        if self.are_kept and isinstance(product, Linear):
+            gradients = self.cell(self.kernels.matmul_back), self.cell(self.kernels.matmul_gradient)
+            matmul = self.cell(GatheredProduct, product.matmul, *gradients, self.group, in_float32)
+            return Linear(product.weight, matmul, product.exact)
+        return Entering(self.cell(GatherTokens, self.group, in_float32), product)
+
+    def leave_region(self) -> nn.Cell:
+        """Returns what the results of such products pass through, with something that is computed on the way."""
+        if self.token_shares > 1:
+            return Leave(self.cell(ScatterTokens, self.group, self.backend.sums_in_float32))
+        return Leave(self.reduce_from_group())
+
+    def all_tokens(self) -> nn.Cell:
+        """Returns what hidden states pass through before every rank of the group computes the same with all of them."""
+        if self.token_shares > 1:
+            return self.cell(GatherTokens, self.group, self.backend.sums_in_float32, True)
+        return self.cell(Same)
 
     @property
     def leaves(self) -> int:

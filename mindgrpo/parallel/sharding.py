@@ -212,11 +212,16 @@ Rule = tuple[tuple[int, ...], tuple[Split, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with the parameters laid out on it."""
+    """A mesh with the parameters laid out on it.
+
+    `splits_tokens`: between products that are split over a model group, each of its ranks has tokens of its own
+    (sequence parallelism).
+    """
 
     mesh: Mesh
     specs: tuple[ParameterSpec, ...]
     stage_layers: StageLayers
+    splits_tokens: bool = False
 
     def __post_init__(self) -> None:
         if len(self.stage_layers) != self.mesh.pp:
@@ -226,14 +231,18 @@ class Layout:
 
     @classmethod
     def of(
-        cls, mesh: Mesh, specs: tuple[ParameterSpec, ...], offset: int | Sequence[int] = 0
+        cls,
+        mesh: Mesh,
+        specs: tuple[ParameterSpec, ...],
+        offset: int | Sequence[int] = 0,
+        splits_tokens: bool = False,
     ) -> Layout:
         """Lays a model's parameters out. Raises UserError for a mesh that its layers or heads do not allow."""
         layers = [spec.position for spec in specs if isinstance(spec.position, int)]
         stage_layers = layers_of_stage(max(layers, default=0) + 1, mesh.pp, offset)
         for spec in specs:
             local_shape(spec, mesh)
-        return cls(mesh, specs, stage_layers)
+        return cls(mesh, specs, stage_layers, splits_tokens)
 
     @cached_property
     def by_name(self) -> dict[str, ParameterSpec]:
@@ -247,6 +256,11 @@ class Layout:
             for layers in chunks
             for layer in layers
         }
+
+    @property
+    def token_shares(self) -> int:
+        """Counts the shares of tokens that the ranks of a model group have between products."""
+        return self.mesh.mp if self.splits_tokens else 1
 
     @property
     def num_layers(self) -> int:

@@ -18,6 +18,7 @@ from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
+from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.precision import compute_dtype, flash_attention, plain_kernels
 from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_inner, local_vocabulary
@@ -56,7 +57,9 @@ class Graphs:
     `vocabulary` is the rank's share; logits of more than `logits_bytes` in float32 are made in chunks. A sum over
     the ranks of a layer makes `summed` bytes per element of a layer's result, 0 where one rank has it all. `is_causal`:
     a row is one sample, and fused attention takes a mask of one fixed size. `merged` bytes are used while a layer adds
-    an adapter's product to its largest matrix.
+    an adapter's product to its largest matrix. Between products, a rank has one of `token_shares` shares of the tokens.
+    It gathers the others for a product and, with `gathers_again`, again for its gradient; else, and in layers of which
+    something is recomputed, they are kept in between.
     """
 
     kind: Kind
@@ -69,6 +72,18 @@ class Graphs:
     summed: int
     is_causal: bool = False
     merged: int = 0
+    token_shares: int = 1
+    gathers_again: bool = True
+
+    @property
+    def flow(self) -> int:
+        """Returns the bytes of the hidden states between products."""
+        return self.tokens * self.block.hidden * self.itemsize // self.token_shares
+
+    @property
+    def gathered(self) -> int:
+        """Returns the bytes of all tokens' hidden states beside the own ones; 0 where these are all."""
+        return self.flow * self.token_shares if self.token_shares > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,7 @@ class UpdateBytes:
 
 def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
     """Computes what a stage's forward and backward pass over one micro-batch need."""
-    flow = graphs.tokens * graphs.block.hidden * graphs.itemsize
+    flow = graphs.flow
     recomputed, waiting = stage.recomputed, 0
     if stage.head is None:
         recomputed = [WHOLE_LAYER] * len(stage.recomputed)
@@ -123,7 +138,7 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
     constant = _mask(graphs)
     moments = []
     if stage.head is not None:
-        head = flow + _head(graphs, with_gradient=True)
+        head = flow + graphs.gathered + _head(graphs, with_gradient=True)
         # The table's gradient is a sum over chunks.
         table = (2 if _chunk_rows(graphs) < graphs.tokens else 1) * stage.head
         moments.append(UpdateBytes(sum(kept) + constant, head, table, waiting))
@@ -134,36 +149,35 @@ def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
             # Results of a graph before, what layers above got is there until this one ends.
             own += flow * (len(kept) - last - 1)
         moments.append(UpdateBytes(own + constant, working, stage.gradients[last], waiting))
-    moments.append(UpdateBytes(constant, 2 * flow, stage.embedding or 0, waiting))
+    embedding = 2 * flow + graphs.gathered
+    moments.append(UpdateBytes(constant, embedding, stage.embedding or 0, waiting))
     return max(moments, key=lambda moment: moment.total)
 
 
 def forward_bytes(graphs: Graphs, has_head: bool) -> int:
     """Computes the bytes of a stage's forward pass alone over one micro-batch, which keeps the current layer only."""
     block, size, heads = graphs.block, graphs.itemsize, graphs.block.heads
-    flow = 4 * block.hidden * size
     mixed = heads.queries * heads.dim
     attention = (heads.width + mixed) * size
     mlp = 3 * block.inner * size
     if graphs.kind == "plain":
         attention = 2 * heads.queries * graphs.row_length * FLOAT + 2 * (heads.width + mixed) * size
         mlp = 5 * block.inner * FLOAT
-    layer = (
-        graphs.tokens * (flow + max(attention, mlp) + block.hidden * graphs.summed) + graphs.merged
-    )
-    head = graphs.tokens * block.hidden * size + _head(graphs, False) if has_head else 0
+    inside = graphs.tokens * max(attention, mlp) + graphs.merged
+    layer = 4 * graphs.flow + graphs.gathered + inside + _sum(graphs)
+    head = graphs.flow + graphs.gathered + _head(graphs, False) if has_head else 0
     return max(layer, head) + _mask(graphs)
 
 
 def _kept(graphs: Graphs, again: frozenset[str]) -> int:
     """Returns the bytes that a layer keeps from its forward to its backward pass."""
     if again == WHOLE_LAYER:
-        return graphs.tokens * graphs.block.hidden * graphs.itemsize
-    return graphs.tokens * _norms(graphs) + _modules(graphs, WHOLE_LAYER - again)
+        return graphs.flow
+    return _norms(graphs, again) + _modules(graphs, WHOLE_LAYER - again)
 
 
 def _recomputed(graphs: Graphs, again: frozenset[str]) -> int:
-    norms = graphs.tokens * _norms(graphs) if again == WHOLE_LAYER else 0
+    norms = _norms(graphs, again) if again == WHOLE_LAYER else 0
     return norms + _modules(graphs, again)
 
 
@@ -172,15 +186,21 @@ def _modules(graphs: Graphs, names: frozenset[str]) -> int:
     return graphs.tokens * (a_token + (_mlp(graphs) if "mlp" in names else 0))
 
 
-def _norms(graphs: Graphs) -> int:
-    """Returns the bytes per token of each norm's input and of its result, which a matrix product takes."""
+def _norms(graphs: Graphs, again: frozenset[str]) -> int:
+    """Returns the bytes of each norm's input and of its result, which a matrix product takes."""
     block = graphs.block
-    hidden = block.hidden * graphs.itemsize
     # Plain operations keep the scaled input, and a float32 copy of a narrow one.
     exact = block.hidden * FLOAT * (1 if graphs.itemsize == FLOAT else 2)
-    inside = 2 * hidden + (exact if graphs.kind == "plain" else 0)
-    outside = 2 * (inside - hidden) if block.has_out_norms else 0
-    return 2 * inside + outside
+    own = graphs.flow
+    own += graphs.tokens * exact // graphs.token_shares if graphs.kind == "plain" else 0
+    keeps_own = not graphs.gathered or (graphs.gathers_again and not again)
+    factor = graphs.flow if keeps_own else graphs.gathered
+    return 2 * (own + factor) + (2 * own if block.has_out_norms else 0)
+
+
+def _sum(graphs: Graphs) -> int:
+    """Returns the bytes that a sum over the ranks of a layer makes of its result."""
+    return graphs.tokens * graphs.block.hidden * graphs.summed // graphs.token_shares
 
 
 def _attention(graphs: Graphs) -> int:
@@ -207,15 +227,13 @@ def _mlp(graphs: Graphs) -> int:
 def _backward(graphs: Graphs) -> int:
     """Returns the bytes of gradients of a layer's results beside what it keeps, at the larger of its two halves."""
     block, size, heads = graphs.block, graphs.itemsize, graphs.block.heads
-    flow = 2 * block.hidden * size
     mlp = 3 * block.inner * (size if graphs.kind != "plain" else FLOAT)
     attention = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT
     # Attention follows when the MLP's share has been released.
-    return graphs.tokens * (
-        flow + max(mlp, attention - _mlp(graphs)) + block.hidden * graphs.summed
-    )
+    largest = graphs.tokens * max(mlp, attention - _mlp(graphs))
+    return 2 * graphs.flow + graphs.gathered + largest + _sum(graphs)
 
 
 def _mask(graphs: Graphs) -> int:
@@ -244,16 +262,21 @@ def _chunk_rows(graphs: Graphs) -> int:
 def update_shape(config: Config, ragged: bool) -> MicroShape:
     """Returns the widest shape of an update's micro-batch on each data-parallel rank; `ragged` is the kernels'."""
     rl = config.rl_config
-    return _micro_shape(config, rl.batch_size // rl.micro_batch_interleaved, ragged)
+    rows = rl.batch_size // rl.micro_batch_interleaved
+    return _micro_shape(config, rows, ragged, config.actor_config.parallel_config)
 
 
 def reference_shape(config: Config, ragged: bool) -> MicroShape:
     """Does the same of the reference's."""
-    return _micro_shape(config, config.ref_config.ref_model_batch_size, ragged)
+    rows = config.ref_config.ref_model_batch_size
+    return _micro_shape(config, rows, ragged, config.reference_parallel)
 
 
-def _micro_shape(config: Config, rows: int, ragged: bool) -> MicroShape:
-    """Returns `rows` rows of the longest content, or one as long as all of them where kernels are `ragged`."""
+def _micro_shape(config: Config, rows: int, ragged: bool, parallel: ParallelConfig) -> MicroShape:
+    """Returns `rows` rows of the longest content, or one as long as all of them where kernels are `ragged`.
+
+    Rounded up where ranks share out the tokens.
+    """
     rl, generate = config.rl_config, config.generate_config
     per_row, length = rl.pack_num if rl.packing else 1, rl.seq_length
     # Environments may give prompts of their own, of any length.
@@ -261,8 +284,10 @@ def _micro_shape(config: Config, rows: int, ragged: bool) -> MicroShape:
         longest = generate.max_prompt_length + generate.sampling_config.max_tokens
         length = min(length, -(-per_row * longest // SHORTEST) * SHORTEST)
     if ragged and rl.packing:
-        return MicroShape(1, rows * length, per_row and rows * per_row)
-    return MicroShape(rows, length, per_row)
+        rows, length, per_row = 1, rows * length, per_row and rows * per_row
+    shares = parallel.model_parallel if parallel.splits_tokens else 1
+    unit = shares // math.gcd(rows, shares)
+    return MicroShape(rows, -(-length // unit) * unit, per_row, unit=unit)
 
 
 def row_lines(config: Config) -> list[str]:
@@ -274,12 +299,14 @@ def row_lines(config: Config) -> list[str]:
         shapes = {"": update}
     lines = []
     for name, shape in shapes.items():
-        *shorter, longest = map(str, row_lengths(shape.length))
+        *shorter, longest = map(str, row_lengths(shape))
         lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
         rows = f"{shape.rows} rows" if shape.rows > 1 else "one row"
         title = f"{name} micro-batches" if name else "micro-batches"
+        rounded = f", multiples of {shape.unit} that ranks share out" if shape.unit > 1 else ""
         lines.append(
-            f"{title}: {rows} of {lengths} tokens, as their content needs; at most {MAX_SHAPES} shapes a graph in a run"
+            f"{title}: {rows} of {lengths} tokens, as their content needs{rounded}; at most {MAX_SHAPES} shapes a "
+            "graph in a run"
         )
     return lines
 
@@ -345,6 +372,8 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         summed=summed if tp_size > 1 else 0,
         is_causal=shape.max_per_row == 1,
         merged=_merged_bytes(plan, block) if layout is plan.train else 0,
+        token_shares=layout.token_shares,
+        gathers_again=plan.lora is None,
     )
 
 
@@ -364,7 +393,7 @@ def _forward_bytes(layout: Layout, graphs: Graphs, keeps_flows: bool = False) ->
 
     With `keeps_flows`, stages that are not the last also return what their layers got.
     """
-    flow = graphs.tokens * graphs.block.hidden * graphs.itemsize
+    flow = graphs.flow
     last = forward_bytes(graphs, has_head=True)
     if len(layout.stage_layers) == 1:
         return last

@@ -156,11 +156,18 @@ def changes_for(plan: RunPlan) -> list[Change]:
 
 
 def _memory_for_time(plan: RunPlan) -> Iterator[Change]:
-    """Proposes recomputation, moments on the host, and adapters."""
+    """Proposes sequence parallelism, recomputation, moments on the host, and adapters."""
     actor = plan.config.actor_config
+    if plan.train.mesh.mp > 1 and not plan.train.splits_tokens:
+        values: Values = {"actor_config.parallel_config.use_seq_parallel": True}
+        cost = (
+            "the ranks of a layer share out its tokens between attention and MLP: twice as many exchanges of half the "
+            "size, and a gather more for gradients"
+        )
+        yield Change("tokens", values, cost, 1)
     recompute, keys = actor.recompute_config, "actor_config.recompute_config."
     if recompute.modules != {"attention", "mlp"} or recompute.every > 1:
-        values: Values = {f"{keys}recompute": True}
+        values = {f"{keys}recompute": True}
         if recompute.select_recompute:
             values = {**values, f"{keys}select_recompute": False}
         cost = (

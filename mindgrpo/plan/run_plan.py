@@ -251,9 +251,11 @@ class RunPlan:
         uses_vllm = self.config.generate_config.uses_vllm
         by_vllm = f", vLLM in {engine_dtype(self.config)}" if uses_vllm else ""
         stages = "+".join(str(sum(map(len, own))) for own in self.train.stage_layers)
-        reference = "none (beta is 0)" if self.reference is None else str(self.reference.mesh)
+        reference = "none (beta is 0)"
+        if self.reference is not None:
+            reference = f"{self.reference.mesh}{_sequence_parallel(self.reference)}"
         return [
-            f"train {self.train.mesh}, stages of {stages} layers",
+            f"train {self.train.mesh}, stages of {stages} layers{_sequence_parallel(self.train)}",
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
             *invariance_lines(self.config, self.model),
@@ -277,6 +279,10 @@ class RunPlan:
             f"{plan.bytes_moved / 2**20:.1f} MiB between ranks an update (lower bound "
             f"{plan.lower_bound / 2**20:.1f}), at most {most / 2**20:.1f} MiB into one rank"
         ]
+
+
+def _sequence_parallel(layout: Layout) -> str:
+    return ", sequence parallel" if layout.splits_tokens else ""
 
 
 def share_of(layout: Layout, stage: int) -> int:
@@ -346,4 +352,5 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
 def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Lays out the whole model. Raises UserError."""
     mesh = Mesh(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
-    return Layout.of(mesh, parameter_specs(model), offset)
+    splits_tokens = degrees.splits_tokens
+    return Layout.of(mesh, parameter_specs(model, splits_tokens), offset, splits_tokens)

@@ -214,7 +214,7 @@ class SampleCounts:
 
         As algorithm/row_shapes.py chooses, whose `column_cost` this is.
         """
-        lengths = [n for n in row_lengths(widest.length) if n >= self.prompt + self.longest]
+        lengths = [n for n in row_lengths(widest) if n >= self.prompt + self.longest]
         options = []
         for length in lengths or [widest.length]:
             shape = replace(widest, length=length)
@@ -305,7 +305,7 @@ class Roofline:
 
     def _forward_stages(self, layout: Layout, passes: Passes) -> list[Work]:
         layers, num_stages = self._layers(layout), layout.mesh.pp
-        flow = passes.tokens * layers.hidden * self.itemsize
+        flow = passes.tokens * layers.hidden * self.itemsize / layout.token_shares
         stages = []
         for stage, chunks in enumerate(layout.stage_layers):
             num_layers, is_last = sum(map(len, chunks)), stage == num_stages - 1

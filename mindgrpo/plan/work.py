@@ -201,8 +201,16 @@ class LayerWork:
         self.counts, self.itemsize = counts, itemsize
         in_float32 = counts.float32_sums or plan.config.context.reduce_dtype == "float32"
         self.sum_bytes = FLOAT if in_float32 else itemsize
+        self.recomputed_sums: float = RECOMPUTED_SUMS
+        self.sums_in_halves = layout.token_shares > 1
+        if self.sums_in_halves:
+            # Both gathers before its products, and the one half of its first sum.
+            self.recomputed_sums = 1.5
+        # Hidden states that are gathered once more for gradients, in layers that are not computed again.
+        self.gathered_again = 1.0 if self.sums_in_halves and plan.lora is None else 0.0
         # Read and written between products: norms, residuals, rotary positions, the activation.
-        self.between = itemsize * (10 * self.hidden + 2 * heads.width + mixed + 5 * inner)
+        own = 10 * self.hidden / layout.token_shares
+        self.between = itemsize * (own + 2 * heads.width + mixed + 5 * inner)
         self.has_adapters = plan.lora is not None
 
     def _sums(self, number: float, tokens: float) -> Work:
@@ -212,7 +220,9 @@ class LayerWork:
         summed = number * tokens * self.hidden * self.sum_bytes
         narrow = self.sum_bytes > self.itemsize
         casts = number * tokens * self.hidden * 2 * (FLOAT + self.itemsize) if narrow else 0.0
-        return Work(summed=summed, sums=number, memory=casts)
+        # A gather and a scattered sum move the bytes of one sum, in two calls.
+        calls = 2 * number if self.sums_in_halves else number
+        return Work(summed=summed, sums=calls, memory=casts)
 
     def forward(self, passes: Passes, layers: int, has_head: bool) -> Work:
         """Counts a forward graph without its launches."""
@@ -257,7 +267,12 @@ class LayerWork:
         if not self.has_adapters:
             # Gradients of weights are added to the pool's.
             work += Work(memory=3 * FLOAT * self.size * layers)
-        sums = BACKWARD_SUMS + RECOMPUTED_SUMS * recomputed + FORWARD_SUMS * (forwards - recomputed)
+        sums = (
+            BACKWARD_SUMS
+            + self.recomputed_sums * recomputed
+            + FORWARD_SUMS * (forwards - recomputed)
+        )
+        sums += self.gathered_again * max(0.0, 1 - recomputed)
         work += self._sums(sums * layers, passes.tokens)
         # Forward, again for the gradient, and the two products of the gradient.
         return work + self.head(passes.picks, 4) if has_head else work

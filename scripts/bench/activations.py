@@ -1,7 +1,8 @@
 """Memory that graphs take beside all pools, planned and measured: updates and forward passes of small models.
 
-activations.py [--shapes square,wide,...] [--recompute false,true] [--backend shared_memory] prints one JSON line. Each
-case is a run of one rank with random weights. Measured are the pages of MindSpore's own memory that one call touches
+activations.py [--shapes square,...] [--recompute false,true] [--backend shared_memory] [--ranks 2 [--split]] prints one
+JSON line. Each case is a run of so many ranks of a layer, with sequence parallelism or without, with random weights;
+its figures are those of the first rank. Measured are the pages of MindSpore's own memory that one call touches
 (`Referenced` of /proc/self/smaps after writing 1 to clear_refs), in its second step, when everything is compiled.
 Weights, gradients and moments lie in memory of their own. Refuses to say anything of accelerators.
 """
@@ -88,32 +89,32 @@ def measured(call: Callable[..., Any], kept: dict[str, int], name: str) -> Calla
     return around
 
 
-def configuration(work: Work, recompute: Any, backend: str, lora_rank: int | None) -> Any:
+def configuration(work: Work, recompute: Any, given: argparse.Namespace) -> Any:
     import assembly
 
     from mindgrpo.config import Config
 
-    tree = assembly.configuration(work, (1, 1, 1), (1, 1), assembly.Rows(4, 1)).model_dump(
-        by_alias=True
-    )
+    layout = (1, given.ranks, 1), (1, given.ranks)
+    tree = assembly.configuration(work, *layout, assembly.Rows(4, 1)).model_dump(by_alias=True)
     key = "recompute" if isinstance(recompute, bool) else "select_recompute"
     tree["actor_config"]["recompute_config"] = {key: recompute}
-    tree["actor_config"]["lora"] = {"rank": lora_rank}
-    tree["context"] |= {"device_target": "CPU", "backend": backend}
+    tree["actor_config"]["lora"] = {"rank": given.lora_rank}
+    tree["actor_config"]["parallel_config"]["use_seq_parallel"] = given.split
+    tree["context"] |= {"device_target": "CPU", "backend": given.backend}
     return Config.model_validate(tree)
 
 
-def measure(work: Work, recompute: Any, backend_name: str, lora_rank: int | None) -> None:
+def measure(work: Work, recompute: Any, given: argparse.Namespace) -> None:
     import assembly
 
     from mindgrpo.backend.connect import connect
     from mindgrpo.backend.targets import choose_target
     from mindgrpo.plan.activations import activation_bytes
 
-    backend = connect(choose_target("CPU", backend_name), dict(os.environ))
+    backend = connect(choose_target("CPU", given.backend), dict(os.environ))
     own_block()
-    config = configuration(work, recompute, backend_name, lora_rank)
-    plan = assembly.plan_of(config, assembly.model_of(work), 1)
+    config = configuration(work, recompute, given)
+    plan = assembly.plan_of(config, assembly.model_of(work), given.ranks)
     roles = assembly.roles_of(plan, backend)
     stepper = assembly.stepper_of(roles, work)
     seen: dict[str, int] = {}
@@ -125,16 +126,17 @@ def measure(work: Work, recompute: Any, backend_name: str, lora_rank: int | None
     for number in range(2):
         stepper.run(number)
     planned = activation_bytes(plan)
-    launching.give_figures(
-        {
-            phase: {
-                "planned": planned[phase],
-                "measured": seen[phase],
-                "ratio": planned[phase] / seen[phase],
+    if backend.rank == 0:
+        launching.give_figures(
+            {
+                phase: {
+                    "planned": planned[phase],
+                    "measured": seen[phase],
+                    "ratio": planned[phase] / seen[phase],
+                }
+                for phase in ("update", "reference")
             }
-            for phase in ("update", "reference")
-        }
-    )
+        )
     backend.close()
 
 
@@ -146,6 +148,8 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--backend", default="shared_memory", help="or device")
     parser.add_argument("--lora_rank", type=int, help="trains adapters of this rank alone")
+    parser.add_argument("--ranks", type=int, default=1, help="of each layer")
+    parser.add_argument("--split", action="store_true", help="with sequence parallelism")
     return parser.parse_args()
 
 
@@ -154,7 +158,7 @@ def main() -> None:
     shapes = given.shapes.split(",")
     settings = json.loads(f"[{given.recompute}]")
     if launching.is_rank():
-        measure(SHAPES[shapes[0]], settings[0], given.backend, given.lora_rank)
+        measure(SHAPES[shapes[0]], settings[0], given)
         return
     cases = []
     for shape in shapes:
@@ -166,13 +170,16 @@ def main() -> None:
                 json.dumps(recompute),
                 "--backend",
                 given.backend,
+                "--ranks",
+                str(given.ranks),
+                *(["--split"] if given.split else []),
             ]
             if given.lora_rank is not None:
                 words += ["--lora_rank", str(given.lora_rank)]
-            figures = launching.run_on_ranks(__file__, words, 1)
+            figures = launching.run_on_ranks(__file__, words, given.ranks)
             cases.append({"shape": shape, "recompute": recompute, **figures})
-    title = {"bench": "activations", "backend": given.backend, "lora_rank": given.lora_rank}
-    print(json.dumps({**title, "cases": cases}))
+    how = {name: getattr(given, name) for name in ("backend", "ranks", "split", "lora_rank")}
+    print(json.dumps({"bench": "activations", **how, "cases": cases}))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ import zlib
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.models.parallel_cells import GatherTokens, ScatterTokens
 
 
 def communication(backend: Backend) -> dict[str, Any]:
@@ -115,6 +116,50 @@ def sum_in_graph(backend: Backend) -> dict[str, Any]:
         "noise_errors": [float(np.abs(total - wanted).max()) for total, wanted in sums],
         "gathered": bool((gathered == np.stack([draws[rank] for rank in half])).all()),
         "rows_error": float(np.abs(rows - exact_rows).max()),
+    }
+
+
+class Conjugates(nn.Cell):
+    """Own tokens and all of them -> the group's own tokens, own tokens of the group's sum, and the sum."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.gather = GatherTokens(group, False)
+        self.scatter = ScatterTokens(group, False)
+        self.total = group.sum_cell()
+
+    def construct(self, own: Any, whole: Any) -> Any:
+        gathered = self.gather(own)
+        # In one order on all ranks.
+        scattered = self.scatter(whole + 0.0 * gathered[0, 0], gathered)
+        return gathered, scattered, self.total(ops.stop_gradient(whole + 0.0 * scattered[0, 0]))
+
+
+def tokens_in_graph(backend: Backend) -> dict[str, Any]:
+    """What hidden states pass through between tokens that ranks share out and those that all have, there and back."""
+    rank, size = backend.rank, backend.world_size
+    n = 61
+    own_shape, whole_shape = (n, 40), (n * size, 40)
+    draws = [np.random.RandomState(r).standard_normal for r in range(size)]
+    own, whole, d_gathered, d_scattered = (
+        np.stack([draw(shape).astype(np.float32) for draw in draws])
+        for shape in (own_shape, whole_shape, whole_shape, own_shape)
+    )
+    cell = Conjugates(backend.world)
+    mine = slice(n * rank, n * (rank + 1))
+    outputs = backend.graph(cell, "conjugates")(Tensor(own[rank]), Tensor(whole[rank]))
+    gathered, scattered, total = [output.asnumpy() for output in outputs]
+    back = ops.GradOperation(get_all=True, sens_param=True)(cell)
+    sens = d_gathered[rank], d_scattered[rank], np.zeros(whole_shape, np.float32)
+    arrays = own[rank], whole[rank]
+    d_own, d_whole = back(*map(Tensor, arrays), tuple(map(Tensor, sens)))
+    error = np.abs(scattered - whole.sum(0, np.float64)[mine]).max()
+    d_error = np.abs(d_own.asnumpy() - d_gathered.sum(0, np.float64)[mine]).max()
+    return {
+        "gathered": gathered.tobytes() == own.tobytes(),
+        "d_whole": d_whole.asnumpy().tobytes() == d_scattered.tobytes(),
+        "errors": [float(error), float(d_error)],
+        "same_as_a_sum": scattered.tobytes() == total[mine].tobytes(),
     }
 
 

@@ -197,6 +197,8 @@ class Case:
     backend: str = "shared_memory"
     # Rows are as long as their content, 64 tokens, where they may be longer.
     widest: int = ROW_LENGTH
+    # Sequence parallelism, of policy and reference.
+    splits_tokens: bool = False
 
     @property
     def world(self) -> tuple[int, str]:
@@ -222,7 +224,8 @@ class Case:
     def name(self) -> str:
         train, infer = "x".join(map(str, self.train)), "x".join(map(str, self.infer))
         over = "" if self.backend == "shared_memory" else f", {self.backend}"
-        return f"{self.recipe}, train {train}, generate {infer}{over}"
+        split = ", tokens split" if self.splits_tokens else ""
+        return f"{self.recipe}, train {train}, generate {infer}{split}{over}"
 
 
 ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
@@ -232,17 +235,18 @@ SPREAD = (
     Case("gemma3", (1, 1, 2), (1, 2)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
     # Keys that two ranks hold; norms and biases that all do.
-    Case("olmo2", (1, 4, 1), (2, 2), recompute=True),
+    Case("olmo2", (1, 4, 1), (2, 2), recompute=True, splits_tokens=True),
     Case("dapo", (1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (1, 4, 2), (2, 4)),
-    Case("tools", (2, 2, 2), (4, 2)),
-    Case("environment", (1, 2, 1), (2, 1)),
-    Case("low rank", (1, 2, 2), (4, 1)),
+    Case("tools", (2, 2, 2), (4, 2), splits_tokens=True),
+    Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
+    Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True),
     Case("partial", (1, 2, 2), (2, 2)),
-    Case("partial", (1, 2, 2), (2, 2), backend="high"),
+    Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
     # A stage in the middle.
     Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256),
     Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256),
+    Case("one update", (1, 2, 2), (2, 2), backend="device", splits_tokens=True),
 )
 CASES = ALONE + SPREAD
 

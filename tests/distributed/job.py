@@ -21,7 +21,7 @@ from typing import Any
 
 import cases as c
 import numpy as np
-from carried import communication, cores_of, sum_in_graph
+from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
 from own_order import add_in_own_order
 from saving import saved_and_loaded
@@ -69,8 +69,8 @@ BUCKET_BYTES = 32 << 10  # several rounds a pair
 SEED = 5
 
 
-def layout_of(config: DecoderConfig, mesh: Mesh) -> Layout:
-    return Layout.of(mesh, parameter_specs(config))
+def layout_of(config: DecoderConfig, mesh: Mesh, splits_tokens: bool = False) -> Layout:
+    return Layout.of(mesh, parameter_specs(config, splits_tokens), splits_tokens=splits_tokens)
 
 
 def as_of_another_engine(rollout: Rollout) -> Rollout:
@@ -90,7 +90,7 @@ class Run:
         backend.kernels.batch_invariant = case.batch_invariant
         self.recipe = c.RECIPES[case.recipe]
         self.config = decoder_config(self.recipe.model, "the test's model")
-        self.train = layout_of(self.config, Mesh(*case.train))
+        self.train = layout_of(self.config, Mesh(*case.train), case.splits_tokens)
         self.infer = layout_of(self.config, Mesh(*case.infer))
         self.policy = self._policy()
         self.generator = self._generator()
@@ -162,7 +162,8 @@ class Run:
 
     def _reference(self) -> ForwardPipeline:
         """Other weights than the policy starts with, so that the loss is not zero at first."""
-        weights = Weights(self.infer, self.backend.rank, self.backend, "reference")
+        layout = replace(self.infer, splits_tokens=self.case.splits_tokens)
+        weights = Weights(layout, self.backend.rank, self.backend, "reference")
         fill_random(weights, SEED + 1, c.INITIAL_SCALE)
         return ForwardPipeline(
             Shard(self.config, weights, self.backend),
@@ -354,6 +355,7 @@ def run_all(folder: Path, backend: Backend) -> None:
     parts: dict[str, Callable[[Backend], Any]] = {}
     if backend.world_size > 1:
         parts |= {"communication": communication, "sum_in_graph": sum_in_graph, "cores": cores_of}
+        parts["tokens_in_graph"] = tokens_in_graph
     if world in (c.MOVED_WORLD, c.DEVICE_MOVED_WORLD):
         filled = Mover(backend).filled.__getitem__
         saving = partial(saved_and_loaded, folder / "run", filled=filled)
