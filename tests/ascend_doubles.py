@@ -101,14 +101,28 @@ def incre_flash_attention(
     inner_precise=1,
     kv_padding_size=None,
 ):
-    """query [B, N, 1, D], one key and value [B, kv, S, D], mask [B, 1, S]; of equal actual lengths no more is read."""
+    """query [B, N, 1, D], keys and values in blocks [blocks, kv, block_size, D], table [B, S / block_size], mask
+    [B, 1, S]; of equal actual lengths no more is read. Limits as CANN's page of the kernel has them."""
     if input_layout != "BNSD" or len(key) != 1 or len(value) != 1 or query.shape[2] != 1:
         raise ValueError("the double takes layout BNSD and one token of each sample")
     if len(actual_seq_lengths) != query.shape[0] or len(set(actual_seq_lengths)) != 1:
         raise ValueError("the double takes one length for all samples")
-    heads, read = (num_heads, num_key_value_heads or num_heads), actual_seq_lengths[0]
+    batch, count = block_table.shape
+    _, kv, size, dim = key[0].shape
+    read = actual_seq_lengths[0]
+    if size != block_size or size % 16 or not 0 < size <= 512 or count < -(-read // size):
+        raise ValueError(f"blocks of {size} positions, {count} of them for {read}")
+    if batch != query.shape[0] or attn_mask.shape[-1] < count * size:
+        raise ValueError("a row of the table and of the mask for each sample, up to its last block")
+
+    def of_samples(cache: Any) -> Any:
+        # Processors gather no bfloat16.
+        taken = ops.gather(cache.astype(ms.float32), block_table.reshape(-1), 0)
+        taken = taken.reshape(batch, count, kv, size, dim)
+        return taken.transpose(0, 2, 1, 3, 4).reshape(batch, kv, count * size, dim)[:, :, :read]
+
     hidden = ops.expand_dims(attn_mask, 1)[:, :, :, :read]
-    keys, values = key[0][:, :, :read], value[0][:, :, :read]
+    keys, values, heads = of_samples(key[0]), of_samples(value[0]), (num_heads, num_key_value_heads)
     return mixed(query, keys, values, hidden, scale_value, input_layout, heads)
 
 

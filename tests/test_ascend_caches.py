@@ -28,6 +28,8 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
 from mindgrpo.doctor.probes.kernel_cases import AttentionToCache
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
+from mindgrpo.rollout.embedded.pages import PageTable
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,8 +38,12 @@ def backend() -> CpuBackend:
     return CpuBackend({})
 
 
-def caches(heads: Heads, slots: int, length: int, dtype: Any = ms.float32) -> list[Parameter]:
-    rows = slots * heads.kv * length
+# Slots 0 and 3 have the second prompt and share its first page, slot 2 has the first prompt, slot 1 is free.
+ROOM, PROMPT, PARTS = KVCacheConfig(4, 4, None, 21, 20), 21, ([2], [0, 3])
+
+
+def caches(heads: Heads, dtype: Any = ms.float32) -> list[Parameter]:
+    rows = ROOM.pages * ROOM.page_size * heads.kv
     return [
         Parameter(Tensor(floats(rows, heads.dim, seed=i)).astype(dtype), f"cache{i}")
         for i in (1, 2)
@@ -48,43 +54,34 @@ def cached_results(
     kernels: Kernels,
     heads: Heads,
     dtype: Any = ms.float32,
-    at: tuple[int, ...] = (4, 0, 10, 7),
-    read: int = 11,
+    at: tuple[int, ...] = (39, 0, 20, 27),
+    read: int = 48,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Two prompts of 5 into slots 0, 2 and 3 of four, then a token of each slot at `at`: outputs, and the caches."""
-    slots, length, prompt = 4, 11, 5
-    buffers = caches(heads, slots, length, dtype)
+    """Prompts of 21 and 19 tokens, then a token of each slot at `at`: outputs, and all pages but the spare one."""
+    table, buffers = PageTable(ROOM, heads.kv), caches(heads, dtype)
+    copies = []
+    for index, (slots, length) in enumerate(zip(PARTS, (PROMPT, PROMPT - 2), strict=True)):
+        table.enter(slots, length, [20] * len(slots))
+        copies.append(table.prompt_copies(index, PROMPT, length, slots))
+    source, rows = (Tensor(np.concatenate(own)) for own in zip(*copies, strict=True))
     angles, weights = rotary_of(heads), [Tensor(x) for x in weights_of(heads)]
-    starts = np.arange(slots * heads.kv).reshape(slots, heads.kv) * length
-    causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
-    prompt_angles = np.tile(angles[:prompt, None], (2, 1, 1))
-    rows = (starts[[0, 2, 3]][:, :, None] + np.arange(prompt)).reshape(-1)
+    causal = np.where(np.tril(np.ones((PROMPT, PROMPT))), 0.0, NEVER).astype(np.float32)
+    prompt_angles = np.tile(angles[:PROMPT, None], (2, 1, 1))
+    inputs = Tensor(causal[None, None]), Tensor(prompt_angles), source, rows
     prefill = kernels.prefill_attention(heads, *buffers)
-    outs = [
-        prefill(
-            Tensor(floats(2 * prompt, heads.width)),
-            *weights,
-            Tensor(causal[None, None]),
-            Tensor(prompt_angles),
-            Tensor([1, 0, 1], ms.int32),
-            Tensor(rows.astype(np.int32)),
-        )
-    ]
+    outs = [prefill(Tensor(floats(2 * PROMPT, heads.width)), *weights, *inputs)]
     columns = np.array(at)
-    mask = np.where(np.arange(length) <= columns[:, None], 0.0, NEVER).astype(np.float32)
-    decode = AttentionToCache(kernels, heads, *buffers, read)
-    inputs = (mask[:, None], angles[columns][:, None], (starts + columns[:, None]).reshape(-1))
-    mask, at_angles, at_rows = inputs
-    outs.append(
-        decode(
-            Tensor(floats(slots, heads.width, seed=3)),
-            *weights,
-            Tensor(mask),
-            Tensor(at_angles),
-            Tensor(at_rows.astype(np.int32)),
-        )
+    mask = np.where(np.arange(read) <= columns[:, None], 0.0, NEVER).astype(np.float32)
+    inputs = (
+        Tensor(np.repeat(mask[:, None], heads.kv, 0)),
+        Tensor(angles[columns][:, None]),
+        Tensor(table.cache_rows(np.arange(4), columns)),
+        Tensor(table.pages(read)),
     )
-    stored = [buffer.asnumpy().astype(np.float32) for buffer in buffers]
+    decode = AttentionToCache(kernels, heads, *buffers)
+    outs.append(decode(Tensor(floats(4, heads.width, seed=3)), *weights, *inputs))
+    spare = ROOM.page_size * heads.kv
+    stored = [buffer.asnumpy().astype(np.float32)[spare:] for buffer in buffers]
     return [out.asnumpy() for out in outs], stored
 
 
@@ -104,13 +101,13 @@ def test_prompts_and_cached_tokens_agree(heads: Heads, dtype: str) -> None:
 @eager()
 @pytest.mark.parametrize("make", [Kernels, fused])
 def test_what_is_not_read_of_a_cache_changes_nothing(make: Callable[[], Kernels]) -> None:
-    heads = HEADS[2]
+    heads, at = HEADS[2], (19, 0, 20, 27)
     (part, part_caches), (whole, whole_caches) = (
-        cached_results(make(), heads, at=(4, 0, 7, 7), read=read) for read in (8, 11)
+        cached_results(make(), heads, at=at, read=read) for read in (32, 48)
     )
     for one, other in zip(part + part_caches, whole + whole_caches, strict=True):
         assert_close(one, other, 1e-6)
-    cut, _ = cached_results(make(), heads, at=(4, 0, 7, 7), read=7)
+    cut, _ = cached_results(make(), heads, at=at, read=16)
     assert np.abs(cut[1][2:] - whole[1][2:]).max() > 1e-3
 
 
@@ -129,7 +126,7 @@ def test_a_generator_with_them_writes_the_same_tokens(backend: CpuBackend) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mindgrpo.backend.kernels.ascend.DIM_STEP", 8)
         assert_same(run(generator_with(weights, backend, fused()), requests_of()), plain)
-    # Caches that are read no further than the longest sample in them.
+    # Slots that are read no further than the longest sample in them.
     reads: set[int] = set()
 
     def read_length(length: int, position: int) -> int:
@@ -138,5 +135,6 @@ def test_a_generator_with_them_writes_the_same_tokens(backend: CpuBackend) -> No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mindgrpo.rollout.embedded.plain.read_length", read_length)
+        patch.setattr("mindgrpo.rollout.embedded.kv_cache.LANES", 4)
         assert_same(run(generator_with(weights, backend, Kernels(), slots=8), requests_of()), plain)
     assert len(reads) > 1

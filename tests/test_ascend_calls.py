@@ -32,7 +32,7 @@ from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell
 REAL = AscendOps()
 NAMES = [field.name for field in fields(AscendOps)]
 HEADS = Heads(4, 2, 16, has_bias=True, norm_eps=1e-6)
-ROWS, LENGTH, SLOTS, DIM = 2, 8, 3, 16
+ROWS, LENGTH, SLOTS, DIM, PAGE = 2, 8, 3, 16, 16
 KERNELS_OF_THE_PLUGIN = (
     "aclnnFlashAttentionScore",
     "aclnnFlashAttentionScoreGrad",
@@ -75,7 +75,7 @@ def zeros(*shape: int, dtype: Any = np.float32) -> Tensor:
 
 
 def cache() -> list[Parameter]:
-    rows = SLOTS * HEADS.kv * LENGTH
+    rows = SLOTS * HEADS.kv * 2 * PAGE
     return [Parameter(zeros(rows, HEADS.dim), f"cache{i}") for i in range(2)]
 
 
@@ -110,18 +110,19 @@ def layer_inputs() -> list[Tensor]:
 
 
 def prefill(kernels: AscendKernels) -> Any:
-    mask, source = zeros(1, 1, LENGTH, LENGTH), zeros(SLOTS, dtype=np.int32)
-    rows = zeros(SLOTS * HEADS.kv * LENGTH, dtype=np.int32)
+    mask, source = zeros(1, 1, LENGTH, LENGTH), zeros(SLOTS * HEADS.kv, dtype=np.int32)
+    rows = zeros(SLOTS * HEADS.kv, dtype=np.int32)
     context = (mask, zeros(ROWS * LENGTH, 1, 2 * HEADS.dim), source, rows)
     inputs = layer_inputs()
     return kernels.prefill_attention(HEADS, *cache())(inputs[0], *inputs[2:5], *context)
 
 
 def decode(kernels: AscendKernels) -> Any:
-    mask, rows = zeros(SLOTS, 1, LENGTH), zeros(SLOTS * HEADS.kv, dtype=np.int32)
-    context = (mask, zeros(SLOTS, 1, 2 * HEADS.dim), rows)
+    count = SLOTS * HEADS.kv
+    mask, rows = zeros(count, 1, 2 * PAGE), zeros(count, dtype=np.int32)
+    context = (mask, zeros(SLOTS, 1, 2 * HEADS.dim), rows, zeros(count, 2, dtype=np.int32))
     weights = layer_inputs()[2:5]
-    cell = AttentionToCache(kernels, HEADS, *cache(), LENGTH // 2)
+    cell = AttentionToCache(kernels, HEADS, *cache())
     return cell(zeros(SLOTS, HEADS.width), *weights, *context)
 
 

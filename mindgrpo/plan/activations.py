@@ -441,9 +441,12 @@ def _rollout_bytes(plan: RunPlan) -> int:
     cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.mesh.mp)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)
     graphs = graphs_of(plan, plan.infer, prompts)
-    length = cache.max_prompt + cache.max_tokens
-    scores = 0 if graphs.kind == "fused" else 3 * heads.queries * length * FLOAT
-    rows = SAMPLING_ROWS * graphs.vocabulary * FLOAT + length * FLOAT + scores
+    length, attention = cache.longest, 0
+    if graphs.kind != "fused":
+        # Scores, and the keys and values of a slot's pages one after the other.
+        gathered = 2 * heads.kv * heads.dim * graphs.itemsize
+        attention = length * (3 * heads.queries * FLOAT + gathered)
+    rows = SAMPLING_ROWS * graphs.vocabulary * FLOAT + length * FLOAT + attention
     one_token = replace(graphs, tokens=cache.slots, row_length=1)
     decode = cache.slots * rows + forward_bytes(one_token, has_head=False)
     return max(forward_bytes(graphs, has_head=False), decode)

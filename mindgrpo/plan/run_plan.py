@@ -231,7 +231,7 @@ class RunPlan:
         return keeps_slots(self.config.context.target) and not missing_options(self.model)
 
     def _embedded_cache_bytes(self) -> int:
-        """Returns the bytes of keys, values and the kernels' work space; plain operations keep prompts in all slots."""
+        """Returns the bytes of keys, values and the kernels' work space."""
         shape = self._generator_shape
         dtype = compute_dtype(self.config)
         if not self.keeps_slots:

@@ -391,7 +391,7 @@ class Roofline:
         waves = math.ceil(own / slots)
         steps = (waves - 1) * samples.completion + samples.longest
         cached = samples.prompt + samples.completion / 2
-        length, read = cache.max_prompt + cache.max_tokens, cached
+        length, read = cache.longest, cached
         if counts.whole_cache:
             read = length
         if counts.part_caches:
@@ -457,7 +457,7 @@ class Roofline:
         plan, counts = self.plan, self.counts
         whole = plan.model.num_hidden_layers
         cache = plan.cache_config
-        lengths = read_lengths(cache.max_prompt + cache.max_tokens) if counts.part_caches else (0,)
+        lengths = read_lengths(cache.longest) if counts.part_caches else (0,)
         kernels = len(lengths) * counts.tokens_a_graph * counts.decode.of(whole)
         kernels += counts.prompt.of(whole)
         if plan.reference is not None:

@@ -82,7 +82,7 @@ class GraphCounts:
 
 
 FUSED = GraphCounts(
-    decode=Launches(14, 57),
+    decode=Launches(14, 56),
     prompt=Launches(19, 4),
     forward=Launches(23, 28),
     first_back=Launches(59, 29),

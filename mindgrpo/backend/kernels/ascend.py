@@ -213,12 +213,15 @@ class _AnglesOfHeads(nn.Cell):
 
 
 class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
-    """Reads caches as FlashPrefillAttention fills them."""
+    """Reads caches as FlashPrefillAttention fills them, in pages of a multiple of 16 positions up to 512; 128 is
+    recommended. Pages that several slots have make them fewer than slots read together, against CANN's page of the
+    kernel: a case of the doctor's tells.
+    """
 
     def __init__(
-        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any, read: int
+        self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
     ) -> None:
-        PlainCachedAttention.__init__(self, heads, keys, values, read)
+        PlainCachedAttention.__init__(self, heads, keys, values)
         self.fuse(heads, fused, dtype)
         self.decode = fused.incre_flash_attention
         self.widths = [self.queries, self.kv, self.kv]
@@ -234,19 +237,24 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
             return queries, self.turned(self.norm(keys, k_norm), *angles), values
         return mint.split(self.turned(heads, *angles), self.widths, 1)
 
-    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
-        shape = (mask.shape[0], self.kv, mask.shape[2], self.dim)
-        # The cache is the layout BNSD as it is.
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any, pages: Any) -> Any:
+        rows, length = mask.shape[0], mask.shape[2]
+        # Each head of a slot is a sample of its own with one head of keys, in blocks [block, 1, position, D].
+        block = length // pages.shape[1]
+        shape = (-1, 1, block, self.dim)
         mixed = self.decode(
-            ops.expand_dims(queries, 2).astype(self.dtype),
+            queries.reshape(rows, self.group, 1, self.dim).astype(self.dtype),
             (keys.reshape(shape).astype(self.dtype),),
             (values.reshape(shape).astype(self.dtype),),
             attn_mask=mask < 0.0,
-            actual_seq_lengths=(self.read,) * mask.shape[0],
-            num_heads=self.queries,
+            # Not the samples' own lengths, which the host would have to know before it launches the kernel.
+            actual_seq_lengths=(length,) * rows,
+            block_table=pages,
+            num_heads=self.group,
             input_layout="BNSD",
             scale_value=self.scale,
-            num_key_value_heads=self.kv,
+            num_key_value_heads=1,
+            block_size=block,
             inner_precise=HIGH_PRECISION,
         )
         return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
@@ -363,10 +371,10 @@ class AscendKernels(Kernels):
     def cached_angles(self, heads: Heads) -> nn.Cell:
         return super().cached_angles(heads) if self._dtype is None else _AnglesOfHeads(heads)
 
-    def cached_attention(self, heads: Heads, keys: Any, values: Any, read: int) -> nn.Cell:
+    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         if self._dtype is None:
-            return super().cached_attention(heads, keys, values, read)
-        return FlashCachedAttention(heads, self._ops, self._dtype, keys, values, read)
+            return super().cached_attention(heads, keys, values)
+        return FlashCachedAttention(heads, self._ops, self._dtype, keys, values)
 
     def adamw_cell(self, beta1: float, beta2: float, eps: float, weight_decay: float) -> nn.Cell:
         return _AdamW(self._ops.adamw, beta1, beta2, eps, weight_decay)

@@ -142,11 +142,10 @@ class Kernels:
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         """Makes a cell of whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles
-        [N, 1, 2 D], source int32 [C], cache_rows int32 [C kv T]) -> mixed [N, queries D].
+        [N, 1, 2 D], source int32 [C], cache_rows int32 [C]) -> mixed [N, queries D].
 
         `mask` is 0 where a token sees another and NEVER elsewhere; `angles` are rows of the rotary table. Keys and
-        values of prompt source[c] go to the parameters `keys` and `values` [rows, D], at the c-th kv T of
-        `cache_rows`: first its first head's T positions, then the next head's.
+        values `source` of the prompts' [N kv, D] go to `cache_rows` of the parameters `keys` and `values` [rows, D].
         """
         return mindspore_ops.PlainPrefillAttention(heads, keys, values)
 
@@ -154,15 +153,16 @@ class Kernels:
         """Makes a cell: rows of the rotary table [B, 1, 2 D] -> angles as every `cached_attention` takes them."""
         return nn.Identity()
 
-    def cached_attention(self, heads: Heads, keys: Any, values: Any, read: int) -> nn.Cell:
-        """Makes a cell of one token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask [B, 1, S],
-        angles of `cached_angles`, cache_rows int32 [B kv]) -> mixed [B, queries D].
+    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
+        """Makes a cell of one token of each of B slots: (qkv [B, heads.width], bias, q_norm, k_norm, mask
+        [B kv, 1, S], angles of `cached_angles`, cache_rows int32 [B kv], pages int32 [B kv, S / P]) -> mixed
+        [B, queries D].
 
-        The parameters `keys` and `values` [B kv S, D] hold S positions of each slot's heads. The token's own go to
-        `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see: none of it
-        behind the first `read` positions.
+        The parameters `keys` and `values` [pages P, D] are pages of P positions of one head each. The token's own go
+        to `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see of the
+        `pages` of each slot's heads, in the order of positions. Several slots may have the same page.
         """
-        return mindspore_ops.PlainCachedAttention(heads, keys, values, read)
+        return mindspore_ops.PlainCachedAttention(heads, keys, values)
 
     def largest(self, count: int) -> nn.Cell:
         """Makes a cell: x [B, V] -> (the `count` largest of each row [B, count], falling, and their columns)."""

@@ -152,10 +152,10 @@ class PlainPrefillAttention(HeadAttention):
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values
 
-    def cache_rows_of(self, heads: Any, rows: int, length: int, source: Any) -> Any:
-        """Returns of `heads` [N, kv, D] those of the prompts `source`, as rows of the cache, in its dtype."""
-        copies = ops.gather(self.by_head(heads, rows, length), source, 0)
-        return copies.reshape(-1, self.dim).astype(self.cached_keys.dtype)
+    def cache_rows_of(self, heads: Any, source: Any) -> Any:
+        """Returns rows `source` of `heads` [N, kv, D] as rows of the cache, in its dtype."""
+        copies = ops.gather(heads.reshape(-1, self.dim), source, 0)
+        return copies.astype(self.cached_keys.dtype)
 
     def construct(
         self,
@@ -168,24 +168,28 @@ class PlainPrefillAttention(HeadAttention):
         source: Any,
         cache_rows: Any,
     ) -> Any:
-        length = mask.shape[3]
-        rows = qkv.shape[0] // length
+        rows = qkv.shape[0] // mask.shape[3]
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
-        copies = self.cache_rows_of(keys, rows, length, source)
-        ops.scatter_update(self.cached_keys, cache_rows, copies)
-        copies = self.cache_rows_of(values, rows, length, source)
-        ops.scatter_update(self.cached_values, cache_rows, copies)
+        ops.scatter_update(self.cached_keys, cache_rows, self.cache_rows_of(keys, source))
+        ops.scatter_update(self.cached_values, cache_rows, self.cache_rows_of(values, source))
         return self.mixed(queries, keys, values, mask, rows)
 
 
 class PlainCachedAttention(HeadAttention):
-    def __init__(self, heads: Heads, keys: Any, values: Any, read: int) -> None:
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__(heads)
         self.cached_keys, self.cached_values = keys, values
-        self.read = read
 
     def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any, cache_rows: Any
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        cache_rows: Any,
+        pages: Any,
     ) -> Any:
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
         dtype = self.cached_keys.dtype
@@ -193,20 +197,18 @@ class PlainCachedAttention(HeadAttention):
         values = values.reshape(-1, self.dim).astype(dtype)
         keys = ops.scatter_update(self.cached_keys, cache_rows, keys)
         values = ops.scatter_update(self.cached_values, cache_rows, values)
-        return self.mixed_with_cache(queries, keys, values, mask)
+        return self.mixed_with_cache(queries, keys, values, mask, pages)
 
-    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any) -> Any:
-        """Mixes values: `queries` [B, queries, D] against all of the cache [B kv S, D] -> mixed [B, queries D]"""
-        slots, length, read = mask.shape[0], mask.shape[2], self.read
-        keys = keys.reshape(slots * self.kv, length, self.dim)
-        values = values.reshape(slots * self.kv, length, self.dim)
-        if read < length:
-            keys, values, mask = keys[:, :read], values[:, :read], mask[:, :, :read]
-        queries = queries.reshape(slots * self.kv, self.group, self.dim)
-        scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(slots, self.queries, read).astype(ms.float32) + mask
-        weights = ops.softmax(scores, -1).reshape(slots * self.kv, self.group, read)
-        return self.mix(weights.astype(values.dtype), values).reshape(slots, -1)
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any, pages: Any) -> Any:
+        """Mixes values: `queries` [B, queries, D] against pages of the cache [rows, D] -> mixed [B, queries D]"""
+        rows, length = mask.shape[0], mask.shape[2]
+        page = length // pages.shape[1] * self.dim
+        keys = ops.gather(keys.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)
+        values = ops.gather(values.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)
+        queries = queries.reshape(rows, self.group, self.dim)
+        scores = self.scores(queries * self.scale, keys).astype(ms.float32) + mask
+        mixed = self.mix(ops.softmax(scores, -1).astype(values.dtype), values)
+        return mixed.reshape(-1, self.queries * self.dim)
 
 
 class AddRmsNorm(nn.Cell):

@@ -125,16 +125,18 @@ class NumpyKernels(Kernels):
     def cached_angles(self, heads: Heads) -> Any:
         return lambda angles: angles
 
-    def cached_attention(self, heads: Heads, keys: Any, values: Any, read: int) -> Any:
+    def cached_attention(self, heads: Heads, keys: Any, values: Any) -> Any:
         def attention(*inputs: Array) -> Array:
-            *own, mask, angles, rows = inputs
+            *own, mask, angles, rows, pages = inputs
             q, *cached = _split(heads, *own, angles)
+            positions = np.arange(mask.shape[2] // pages.shape[1])
+            of_pages = (pages[:, :, None] * len(positions) + positions).reshape(len(pages), -1)
             slots = []
             for new, cache in zip(cached, (keys, values), strict=True):
                 filled = cache.astype(ms.float32).asnumpy().astype(q.dtype)
                 filled[rows] = new.reshape(-1, heads.dim)
-                slots.append(filled.reshape(len(q), heads.kv, -1, heads.dim))
-            return _mixed(heads, q[:, :, None], *slots, mask).reshape(len(q), -1)
+                slots.append(filled[of_pages].reshape(len(q), heads.kv, -1, heads.dim))
+            return _mixed(heads, q[:, :, None], *slots, mask[:: heads.kv]).reshape(len(q), -1)
 
         return attention
 

@@ -27,7 +27,8 @@ SIGNED = [int(np.uint32(factor).astype(np.int32)) for factor in FACTORS]
 
 @dataclass(frozen=True)
 class Sizes:
-    """`rows` of `length` tokens; heads (queries, keys, dim); `picks` rows of logits; `slots` of `cache` positions."""
+    """`rows` of `length` tokens; heads (queries, keys, dim); `picks` rows of logits; `slots` of `cache` positions, in
+    pages of `page`."""
 
     rows: int
     length: int
@@ -38,10 +39,11 @@ class Sizes:
     heads: tuple[int, int, int]
     slots: int
     cache: int
+    page: int
 
 
-SMALL = Sizes(2, 48, 64, 80, 500, 20, (4, 2, 64), 3, 48)
-REAL = Sizes(1, 8192, 3584, 4736, 38016, 1024, (7, 1, 128), 64, 2560)
+SMALL = Sizes(2, 48, 64, 80, 500, 20, (4, 2, 64), 3, 64, 16)
+REAL = Sizes(1, 8192, 3584, 4736, 38016, 1024, (7, 1, 128), 64, 2560, 128)
 
 
 @dataclass(frozen=True)
@@ -207,14 +209,14 @@ class AttentionOfRows(nn.Cell):
 class AttentionToCache(nn.Cell):
     """Computes attention of a token of each slot, its angles made from rows of the rotary table."""
 
-    def __init__(self, kernels: Kernels, heads: Heads, keys: Any, values: Any, read: int) -> None:
+    def __init__(self, kernels: Kernels, heads: Heads, keys: Any, values: Any) -> None:
         super().__init__()
         self.angles = kernels.cached_angles(heads)
-        self.attention = kernels.cached_attention(heads, keys, values, read)
+        self.attention = kernels.cached_attention(heads, keys, values)
 
     def construct(self, qkv: Any, *others: Any) -> Any:
-        bias, q_norm, k_norm, mask, angles, rows = others
-        return self.attention(qkv, bias, q_norm, k_norm, mask, self.angles(angles), rows)
+        bias, q_norm, k_norm, mask, angles, *cached = others
+        return self.attention(qkv, bias, q_norm, k_norm, mask, self.angles(angles), *cached)
 
 
 def _rotary(heads: Heads, length: int) -> np.ndarray:
@@ -263,40 +265,50 @@ def _packed(name: str, sizes: Sizes, is_causal: bool = False, **others: Any) -> 
     return Case(name, "attention", make, inputs, 1, True)
 
 
-def _caches(heads: Heads, sizes: Sizes, dtype: Dtype) -> tuple[Parameter, Parameter]:
-    shape, narrow = (sizes.slots * heads.kv * sizes.cache, heads.dim), mindspore_dtype(dtype)
-    keys, values = (Tensor(_floats(*shape, seed=i)).astype(narrow) for i in (3, 4))
+def _caches(heads: Heads, rows: int, dtype: Dtype) -> tuple[Parameter, Parameter]:
+    narrow = mindspore_dtype(dtype)
+    keys, values = (Tensor(_floats(rows, heads.dim, seed=i)).astype(narrow) for i in (3, 4))
     return Parameter(keys, "keys"), Parameter(values, "values")
 
 
 def _prefill(sizes: Sizes, dtype: Dtype) -> Case:
-    """Makes a case of two prompts, which go to three slots."""
+    """Makes a case of two prompts, whose heads go to three places of the cache."""
     heads, prompt = Heads(*sizes.heads, has_bias=True), PROMPT * (sizes.cache // 48)
     causal = np.where(np.tril(np.ones((prompt, prompt))), 0.0, NEVER).astype(np.float32)
     angles = np.tile(_rotary(heads, prompt)[:, None], (2, 1, 1))
-    starts = np.arange(3 * heads.kv) * sizes.cache
-    rows = (starts[:, None] + np.arange(prompt)).reshape(-1).astype(np.int32)
-    others = [causal[None, None], angles, np.array([1, 0, 1], np.int32), rows]
-    inputs = [*_qkv(heads, 2 * prompt), *others]
+    tokens = (np.array([1, 0, 1])[:, None] * prompt + np.arange(prompt)).reshape(-1)
+    source = (tokens[:, None] * heads.kv + np.arange(heads.kv)).reshape(-1).astype(np.int32)
+    count = sizes.slots * heads.kv * sizes.cache
+    rows = np.random.default_rng(0).permutation(count)[: len(source)].astype(np.int32)
+    inputs = [*_qkv(heads, 2 * prompt), causal[None, None], angles, source, rows]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return kernels.prefill_attention(heads, *_caches(heads, sizes, dtype))
+        return kernels.prefill_attention(heads, *_caches(heads, count, dtype))
 
     return Case("attention of prompts", "prefill_attention", make, inputs, 1)
 
 
-def _cached(name: str, sizes: Sizes, dtype: Dtype, part: int, **others: Any) -> Case:
-    """Makes a case of a token of each slot; they are filled to different lengths, 1 / `part` at most."""
-    heads, slots, length = Heads(*sizes.heads, **others), sizes.slots, sizes.cache
-    read = length // part
-    at = np.resize([5, 0, read - 1], slots)
+def _cached(name: str, sizes: Sizes, dtype: Dtype, is_shared: bool, **others: Any) -> Case:
+    """Makes a case of a token of each slot, of different lengths; their first half of pages is one for all if shared.
+
+    Then there are fewer pages than slots read, taken together.
+    """
+    heads, slots, page = Heads(*sizes.heads, **others), sizes.slots, sizes.page
+    length, rows, num_pages = sizes.cache, slots * heads.kv, sizes.cache // page
+    shared = num_pages // 2 if is_shared else 0
+    at = np.resize([shared * page + 5, shared * page, length - 1], slots)
     mask = np.where(np.arange(length) <= at[:, None], 0.0, NEVER).astype(np.float32)
-    starts = np.arange(slots * heads.kv).reshape(slots, heads.kv) * length
-    rows = (starts + at[:, None]).reshape(-1).astype(np.int32)
-    inputs = [*_qkv(heads, slots), mask[:, None], _rotary(heads, length)[at][:, None], rows]
+    count = heads.kv * (shared + slots * (num_pages - shared))
+    order = np.random.default_rng(0).permutation(count).astype(np.int32)
+    of_all = np.tile(order[: shared * heads.kv].reshape(heads.kv, shared), (slots, 1))
+    pages = np.concatenate([of_all, order[shared * heads.kv :].reshape(rows, -1)], 1)
+    column = np.repeat(at, heads.kv)
+    places = pages[np.arange(rows), column // page] * page + column % page
+    inputs = [*_qkv(heads, slots), np.repeat(mask[:, None], heads.kv, 0)]
+    inputs += [_rotary(heads, length)[at][:, None], places.astype(np.int32), pages]
 
     def make(kernels: Kernels) -> nn.Cell:
-        return AttentionToCache(kernels, heads, *_caches(heads, sizes, dtype), read)
+        return AttentionToCache(kernels, heads, *_caches(heads, count * page, dtype))
 
     return Case(name, "cached_attention", make, inputs, 1)
 
@@ -391,6 +403,6 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),
         _adamw(sizes),
         _prefill(sizes, dtype),
-        _cached("attention to the cache", sizes, dtype, 1, has_bias=True),
-        _cached("attention to a part of the cache", sizes, dtype, 2, norm_eps=1e-6),
+        _cached("attention to the cache", sizes, dtype, False, has_bias=True),
+        _cached("attention to shared pages", sizes, dtype, True, norm_eps=1e-6),
     ]

@@ -2,6 +2,7 @@
 
 Pure numbers: nothing is compiled or loaded. Prompts are kept once for all samples of their group, so `prefix_blocks`
 are fewer than slots; a batch of other shapes (single samples, longer prompts) shares out the same memory otherwise.
+The slots in C have it in regions, the plain decoder in pages (pages.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ PROMPT_ROWS = 512
 PREFILL_TOKENS = 1024
 # The plain decoder's graphs read caches to a quarter, to a half, or all of them, where that is so much at least.
 READS, LEAST_READ = (4, 2), 256
+# Positions of a page of the plain decoder's cache, where a slot may have more than LONG: what is recommended for fused
+# attention, which takes multiples of 16.
+LONG_PAGE, LONG = 128, 1024
 # With fewer slots than samples, prompts of the next samples are brought in while the last ones of others still run.
 PREFIXES_AHEAD = 3
 
@@ -30,9 +34,15 @@ def padded(count: int) -> int:
     return -(-count // LANES) * LANES
 
 
+def page_size(length: int) -> int:
+    """Returns the positions of a page of the plain decoder's cache, where a slot may have `length`."""
+    return LONG_PAGE if length > LONG else LANES
+
+
 def read_lengths(length: int) -> tuple[int, ...]:
     """Lists how far the plain decoder's graphs read slots of `length` positions, rising; the last reads all."""
-    shorter = (padded(-(-length // share)) for share in READS)
+    page = page_size(length)
+    shorter = (-(-length // (share * page)) * page for share in READS)
     return (*(own for own in shorter if LEAST_READ <= own < length), length)
 
 
@@ -71,6 +81,45 @@ class KVCacheConfig:
         return self.slots * padded(self.max_tokens) + self.prefix_blocks * padded(
             self.max_prompt - 1
         )
+
+    @property
+    def page_size(self) -> int:
+        return page_size(self.max_prompt + self.max_tokens - 1)
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Counts the pages of the longest prompt and completion, whose last token has no keys and values."""
+        return -(-(self.max_prompt + self.max_tokens - 1) // self.page_size)
+
+    @property
+    def longest(self) -> int:
+        """Counts the positions that a slot of the plain decoder may read."""
+        return self.pages_per_slot * self.page_size
+
+    @property
+    def shared_pages(self) -> int:
+        """Counts the full pages of the longest prompt, which its samples share; its last token is each sample's own."""
+        return (self.max_prompt - 1) // self.page_size
+
+    @property
+    def prompt_tail(self) -> int:
+        """Counts the most positions of a prompt behind its shared pages, which each sample has for itself."""
+        return min(self.max_prompt, self.page_size) - 1
+
+    @property
+    def own_pages(self) -> int:
+        return -(-(self.prompt_tail + self.max_tokens) // self.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Counts the pages of the plain decoder's cache; free slots write to the first one."""
+        return 1 + self.slots * self.own_pages + self.prefix_blocks * self.shared_pages
+
+    @property
+    def prompt_copies(self) -> int:
+        """Counts positions of prompts that one call of the plain decoder's prompt graph writes."""
+        of_prompt = self.shared_pages * self.page_size + self.group * self.prompt_tail
+        return self.prompts_at_once * max(1, of_prompt)
 
     @property
     def prompt_rows(self) -> int:
@@ -134,8 +183,8 @@ class KVCacheSizes:
 
     @classmethod
     def plain(cls, cache_config: KVCacheConfig, layers: int, heads: Heads) -> KVCacheSizes:
-        """Computes the sizes for the plain decoder: a cache of the full length for every slot."""
-        positions = cache_config.slots * (cache_config.max_prompt + cache_config.max_tokens)
+        """Computes the sizes for the plain decoder."""
+        positions = cache_config.pages * cache_config.page_size
         return cls(2 * layers * heads.kv * heads.dim * positions, 0, 0, 0, 0)
 
     @property

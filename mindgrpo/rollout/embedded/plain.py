@@ -1,12 +1,13 @@
-"""The generator in plain operations: every slot has a full cache, and groups of free slots are refilled in Python.
+"""The generator in plain operations: slots read pages of a cache, and groups of free slots are refilled in Python.
 
 What every device has, and what faster kernels are held to. Computes all slots at every step, in use or not; a prompt's
-samples enter together, so that it is computed once. A call makes one token of every slot, so that a device may launch
-its kernels as one, and reads caches to one of a few lengths, as the longest sample needs; the host chooses the token
-among the candidates that the graph gives (sampling.py).
+samples enter together, so that it is computed and stored once. A call makes one token of every slot, so that a device
+may launch its kernels as one, and reads slots to one of a few lengths, as the longest sample needs; the host chooses
+the token among the candidates that the graph gives (sampling.py).
 
-The cache of a layer is one array [slots * K * S, D]; row (slot * K + head) * S + position. `B` slots, `S` cache
-length; other letters as in models/decoder.py.
+The cache of a layer is one array [pages * K * P, D]; row (page * K + head) * P + position, of pages of P positions.
+Which slot has which pages is an input of each call, so nothing is compiled anew for it. `B` slots, `S` positions that a
+slot reads; other letters as in models/decoder.py.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mindgrpo.backend.kernels.shapes import NEVER, SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.shard import Shard
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, read_length
+from mindgrpo.rollout.embedded.pages import SPARE, PageTable
 from mindgrpo.rollout.embedded.sampling import Candidates, Drawn, draw
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.noise import position_keys
@@ -34,56 +36,57 @@ IDLE = -1
 
 
 class Decode(nn.Cell):
-    """(tokens int32 [B], positions int32 [B], keys int32 [B, 2], banned float32 [B]) -> the candidates of every slot's
-    next token, as sampling.Candidates gives them.
+    """(tokens int32 [B], positions int32 [B], cache_rows int32 [B K], pages int32 [B K, S / P], keys int32 [B, 2],
+    banned float32 [B]) -> the candidates of every slot's next token, as sampling.Candidates gives them.
 
-    `keys` are the noise's, the lower and the upper half of each. The same call again gives the same: what it writes to
-    the cache is a function of its inputs.
+    A token's keys and values go to `cache_rows`, and it sees what `pages` have up to its position. `keys` are the
+    noise's, the lower and the upper half of each. The same call again gives the same: what it writes to the cache is a
+    function of its inputs.
     """
 
     def __init__(
         self,
         shard: Shard,
         caches: list[tuple[Parameter, Parameter]],
-        slots: int,
-        length: int,
         read: int,
         sampling: SamplingParams,
         seen: Parameter | None,
         takes_all: bool = False,
     ) -> None:
-        """`read` of a slot's `length` positions are read; `takes_all` as in sampling.Candidates."""
+        """`read` positions of each slot are read; `takes_all` as in sampling.Candidates."""
         super().__init__()
         heads = shard.attended_heads()
-        attends = [shard.kernels.cached_attention(heads, *cache, read) for cache in caches]
+        attends = [shard.kernels.cached_attention(heads, *cache) for cache in caches]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
         first, vocabulary, group = shard.first_token, shard.local_vocab, shard.group
         self.candidates = Candidates(sampling, vocabulary, first, group, shard.kernels, takes_all)
-        rotary = Rotary(shard, length)
+        rotary = Rotary(shard, read)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)
         self.angles = shard.kernels.cached_angles(heads)
-        self.order = Tensor([list(range(length))], ms.int32)
-        starts = np.arange(slots * shard.kv_heads, dtype=np.int32) * length
-        self.row_starts = Tensor(starts.reshape(slots, shard.kv_heads))
+        self.order = Tensor([list(range(read))], ms.int32)
+        self.kv, self.read = shard.kv_heads, read
         self.penalises = seen is not None
         self.seen = seen
         self.ids = Tensor([list(range(first, first + vocabulary))], ms.int32)
 
-    def construct(self, tokens: Any, positions: Any, keys: Any, banned: Any) -> Any:
-        at = ops.expand_dims(positions, 1)
-        past = (self.order <= at).astype(ms.float32)
+    def construct(
+        self, tokens: Any, positions: Any, cache_rows: Any, pages: Any, keys: Any, banned: Any
+    ) -> Any:
+        past = (self.order <= ops.expand_dims(positions, 1)).astype(ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
-        rows = (self.row_starts + at).reshape(-1)
+        if self.kv > 1:
+            mask = ops.tile(mask, (1, self.kv, 1)).reshape(-1, 1, self.read)
         angles = []
         for table in self.tables:
             angles.append(self.angles(ops.expand_dims(ops.gather(table, positions, 0), 1)))
         x = self.embed(tokens)
         added = x
         for i in range(len(self.layers)):
-            x, added = self.layers[i](x, added, (mask, angles[self.rotary_of[i]], rows))
+            context = (mask, angles[self.rotary_of[i]], cache_rows, pages)
+            x, added = self.layers[i](x, added, context)
         logits = self.head(x + added)
         seen = logits
         if self.penalises:
@@ -93,9 +96,8 @@ class Decode(nn.Cell):
 
 
 class Prefill(nn.Cell):
-    """Writes keys and values of prompts [P, T] into the cache.
-
-    `source` int32 [C] says which prompt each of C slots gets; `cache_rows` int32 [C * K * T] where it goes.
+    """Writes keys and values of prompts int32 [N / T, T] into the cache: rows `source` int32 [C] of [N K, D], token by
+    token, go to `cache_rows` int32 [C].
     """
 
     def __init__(
@@ -144,16 +146,17 @@ def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:
 
 
 class PlainDecoder:
-    """Runs jobs through `cache_config.slots` slots, each with a cache for the longest prompt and completion."""
+    """Runs jobs through `cache_config.slots` slots, with as many samples at a time as have pages."""
 
     def __init__(
         self, shard: Shard, backend: Backend, sampling: SamplingParams, cache_config: KVCacheConfig
     ) -> None:
         self._shard, self._sampling, self._cache_config = shard, sampling, cache_config
         self._progress = partial(backend.health.progress, "samples")
-        self._length = cache_config.max_prompt + cache_config.max_tokens
+        self._length = cache_config.longest
         self._prompts_at_once = cache_config.prompts_at_once
-        shape = (cache_config.slots * shard.kv_heads * self._length, shard.config.head_dim)
+        rows = cache_config.pages * cache_config.page_size * shard.kv_heads
+        shape = (rows, shard.config.head_dim)
         size = shape[0] * shape[1]
         count = 2 * len(shard.layers)
         sizes = KVCacheSizes.plain(cache_config, len(shard.layers), shard.heads())
@@ -173,9 +176,7 @@ class PlainDecoder:
             self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 
         def decoder(read: int, sampling: SamplingParams, takes_all: bool) -> Any:
-            room = (cache_config.slots, self._length, read)
-            cell = Decode(shard, caches, *room, sampling, seen, takes_all)
-            return backend.graph(cell, DECODE)
+            return backend.graph(Decode(shard, caches, read, sampling, seen, takes_all), DECODE)
 
         # One for each length and sampling, and one more for tokens that are no candidates.
         self._decoder = cache(decoder)
@@ -192,6 +193,7 @@ class PlainDecoder:
         slots = self._cache_config.slots
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        self._pages = PageTable(self._cache_config, self._shard.kv_heads)
         waiting = deque(self._groups(batch))
         steps = prompt_tokens = 0
         while waiting or (self._sample != IDLE).any():
@@ -213,13 +215,17 @@ class PlainDecoder:
         return groups
 
     def _admit(self, batch: GenerationBatch, waiting: deque[list[int]]) -> int:
-        """Gives free slots to the groups that fit; returns the tokens of their prompts."""
+        """Gives free slots and pages to the groups that fit; returns the tokens of their prompts."""
         free = np.flatnonzero(self._sample == IDLE).tolist()
         taken: list[tuple[np.ndarray, list[int]]] = []
         while waiting and len(waiting[0]) <= len(free):
+            prompt = batch.prompts[batch.prompt_of[waiting[0][0]]]
+            limits = batch.limits[waiting[0]].tolist()
+            if not self._pages.has_room(len(prompt), limits):
+                break
             samples = waiting.popleft()
-            prompt = batch.prompts[batch.prompt_of[samples[0]]]
             slots, free = free[: len(samples)], free[len(samples) :]
+            self._pages.enter(slots, len(prompt), limits)
             taken.append((prompt, slots))
             self._sample[slots] = samples
             self._tokens[slots], self._positions[slots] = prompt[-1], len(prompt) - 1
@@ -229,22 +235,18 @@ class PlainDecoder:
         return sum(len(prompt) for prompt, _ in taken)
 
     def _fill(self, part: list[tuple[np.ndarray, list[int]]]) -> None:
-        at_once, cache_config = self._prompts_at_once, self._cache_config
-        tokens = np.zeros((at_once, cache_config.max_prompt), np.int32)
-        for index, (prompt, _) in enumerate(part):
+        longest = self._cache_config.max_prompt
+        tokens = np.zeros((self._prompts_at_once, longest), np.int32)
+        # What a short part leaves over writes a row to the spare page again and again: no other shape to compile.
+        count = self._cache_config.prompt_copies * self._shard.kv_heads
+        source, rows = np.zeros(count, np.int32), np.full(count, SPARE, np.int32)
+        end = 0
+        for index, (prompt, slots) in enumerate(part):
             tokens[index, : len(prompt)] = prompt
-        pairs = [(index, slot) for index, (_, slots) in enumerate(part) for slot in slots]
-        # A short part writes its last slot several times: the same bytes, and no other shape to compile.
-        pairs += [pairs[-1]] * (at_once * cache_config.group - len(pairs))
-        source = np.array([index for index, _ in pairs], np.int32)
-        rows = self._cache_rows(np.array([slot for _, slot in pairs], np.int64))
+            copies = self._pages.prompt_copies(index, longest, len(prompt), slots)
+            begin, end = end, end + len(copies[0])
+            source[begin:end], rows[begin:end] = copies
         self._prefill(Tensor(tokens), Tensor(source), Tensor(rows))
-
-    def _cache_rows(self, slots: np.ndarray) -> np.ndarray:
-        kv = self._shard.kv_heads
-        heads = slots[:, None] * kv + np.arange(kv)
-        rows = heads[:, :, None] * self._length + np.arange(self._cache_config.max_prompt)
-        return rows.reshape(-1).astype(np.int32)
 
     def _mark_seen(self, taken: list[tuple[np.ndarray, list[int]]]) -> None:
         if self._mark is None or not taken:
@@ -277,13 +279,17 @@ class PlainDecoder:
         ended = (batch.stopped[samples] > 0) | (batch.lengths[samples] == batch.limits[samples])
         self._tokens[busy] = drawn.tokens[busy]
         self._positions[busy[~ended]] += 1
-        # What ends frees its slot.
+        # What ends frees its slot and its pages.
         self._sample[busy[ended]] = IDLE
+        self._positions[busy[ended]] = 0
+        self._pages.leave(busy[ended].tolist())
 
     def _draw(self, keys: np.ndarray, banned: np.ndarray, takes_all: bool) -> Drawn:
-        inputs = (self._tokens, self._positions, keys.view(np.int32).reshape(-1, 2), banned)
-        last = int(self._positions[self._sample != IDLE].max())
         # What is needed for few tokens is compiled once.
+        last = int(self._positions.max())
         read = self._length if takes_all else read_length(self._length, last)
+        rows = self._pages.cache_rows(np.arange(len(keys)), self._positions)
+        halves = keys.view(np.int32).reshape(-1, 2)
+        inputs = (self._tokens, self._positions, rows, self._pages.pages(read), halves, banned)
         columns = self._decoder(read, self._sampling, takes_all)(*map(Tensor, inputs))
         return draw(self._sampling, columns.asnumpy(), keys, self._shard.local_vocab)
