@@ -35,12 +35,13 @@ PHASES = ("reshard", "rollout", "reference", "update")
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts are (dp, mp, pp) and (dp, mp)."""
+    """Layouts are (dp, mp, pp) and (dp, mp); `sharded` is the optimizer's state, over the replicas."""
 
     size: str
     devices: int
     train: tuple[int, int, int]
     infer: tuple[int, int]
+    sharded: bool = False
 
     def words(self) -> list[str]:
         model = f"./model_configs/qwen_grpo/qwen2_5_{self.size}/finetune_qwen2_5_{self.size}.yaml"
@@ -50,20 +51,24 @@ class Case:
         for role, layout in layouts.items():
             for axis, degree in zip(axes, layout, strict=False):
                 words += [f"--{role}_config.parallel_config.{axis}", str(degree)]
-        return words
+        return [*words, "--actor_config.enable_parallel_optimizer", str(self.sharded).lower()]
 
 
 CASES = (
     Case("7b", 8, (2, 4, 1), (2, 4)),
+    Case("7b", 8, (2, 4, 1), (2, 4), sharded=True),
     Case("7b", 8, (1, 4, 2), (2, 4)),
     Case("7b", 16, (2, 4, 2), (4, 4)),
     Case("7b", 64, (8, 4, 2), (16, 4)),
+    Case("7b", 64, (8, 4, 2), (16, 4), sharded=True),
     Case("32b", 8, (1, 8, 1), (1, 8)),
     Case("32b", 16, (1, 8, 2), (2, 8)),
     Case("32b", 64, (4, 8, 2), (8, 8)),
+    Case("32b", 64, (4, 8, 2), (8, 8), sharded=True),
     Case("72b", 8, (1, 8, 1), (1, 8)),
     Case("72b", 16, (1, 8, 2), (2, 8)),
     Case("72b", 64, (2, 8, 4), (8, 8)),
+    Case("72b", 64, (2, 8, 4), (8, 8), sharded=True),
 )
 
 
@@ -74,7 +79,8 @@ def row(case: Case) -> str:
     needs = {need.phase: need.total / 2**30 for need in phase_needs(plan)}
     sizes = " | ".join(f"{needs[phase]:.1f}" for phase in PHASES)
     fit = verdict(loaded, plan)
-    layouts = f"{plan.train.mesh} | {plan.infer.mesh}"
+    optimizer = ", optimizer sharded" if case.sharded else ""
+    layouts = f"{plan.train.mesh}{optimizer} | {plan.infer.mesh}"
     return f"| {case.size.upper()} | {case.devices} | {layouts} | {sizes} | {said(fit)} |"
 
 

@@ -318,6 +318,30 @@ def test_what_ranks_save_they_load_in_another_layout_bit_for_bit(
     assert len(found[0]["files"]) == np.prod(source), "every rank of the layout writes its share"
 
 
+@pytest.mark.parametrize("case", c.SHARDED, ids=lambda case: case.name)
+def test_a_sharded_optimizer_has_the_bits_of_one_of_whole_parameters_and_less_of_them(
+    launch: Launch, case: c.Sharded
+) -> None:
+    for rank in launch(case.world)[1]:
+        found = rank["sharded"]["compared"][case.name]
+        assert found["wrong"] == []
+        norms = np.array(found["norms"]).reshape(-1, 2)
+        np.testing.assert_array_equal(*norms[1:].T)
+        np.testing.assert_allclose(*norms[0], rtol=1e-6)
+        assert norms[1:].min() > c.MAX_GRAD_NORM
+        whole, own = found["state_bytes"]
+        replicas = case.mesh[0]
+        # Rows that no number of ranks divides are rounded up: of adapters there are few.
+        assert whole <= own * replicas <= whole * (2 if case.lora else 1.02)
+
+
+def test_what_a_sharded_optimizer_saves_goes_on_bit_for_bit_over_other_replicas_and_whole(
+    launch: Launch,
+) -> None:
+    _, ranks = launch(c.MOVED_WORLD)
+    assert [rank["sharded"]["moved"] for rank in ranks] == [[]] * len(ranks)
+
+
 @several_ranks
 def test_sums_between_graphs_are_exact_and_the_same_bits_everywhere(
     launch: Launch, world: Which

@@ -6,9 +6,11 @@ anything about a rank that is killed: scripts/faults/kill_matrix.py resumes afte
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,11 @@ import small_runs
 from small_runs import TOKEN_ARRAYS, completions, make_inputs, model_bits, rows, token_rows
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
+from mindgrpo.config import load_config
+from mindgrpo.memory.residency import by_phase
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.plan.run_plan import LARGEST, plan_run
 from mindgrpo.weights.model_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,16 +50,20 @@ def layout(train: tuple[int, int, int], infer: tuple[int, int]) -> dict[str, int
     return found | {f"generate_config.parallel_config.{n}": v for n, v in pairs}
 
 
-ON_FOUR = layout((1, 2, 2), (2, 2))
+# Two replicas, which share out the optimizer's state.
+ON_FOUR: dict[str, object] = {
+    **layout((2, 1, 2), (2, 2)),
+    "actor_config.enable_parallel_optimizer": "true",
+}
 
 
-def words(folder: Path, layout: dict[str, int]) -> list[str]:
+def words(folder: Path, layout: Mapping[str, object]) -> list[str]:
     reward = {"reward_config.verifier_function": f"{folder}/reward.py:spread"}
     settings = SETTINGS | reward | layout
     return [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
 
 
-def launch(folder: Path, run: Path, layout: dict[str, int], *more: str) -> str:
+def launch(folder: Path, run: Path, layout: Mapping[str, object], *more: str) -> str:
     paths = ["--output_dir", str(run), "--actor_config.load", str(folder / "model")]
     for key in ("dataset_file", "eval_dataset_file"):
         paths += [f"--rl_config.{key}", str(folder / "train.jsonl")]
@@ -83,6 +94,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(inputs: Path) -> Path:
     launch(inputs, inputs / "whole", ON_FOUR)
     return inputs / "whole"
+
+
+def test_a_run_takes_the_memory_that_is_planned_for_a_sharded_optimizer(whole: Path) -> None:
+    config = load_config(whole / "config_resolved.yaml", []).config
+    plan = plan_run(config, read_config(config.actor_config.load), RANKS)
+    row = read_metrics(whole / "metrics.jsonl")[-1]
+    # The metrics are rank 0's, which is of the first stage.
+    own = plan.bytes_by_role(0, None if plan.reference is None else 0)
+    peaks = {phase.phase: phase.total for phase in by_phase(own)}
+    for phase in ("reshard", "rollout", "update"):
+        assert row[f"memory/device_peak/{phase}"] == peaks[phase], phase
+    assert plan.optimizer_bytes(LARGEST) < 0.52 * plan.trained_bytes(LARGEST)
+    assert json.loads((whole / "summary.json").read_text())["optimizer_shards"] == 2
 
 
 def as_of_the_saved_step(inputs: Path, whole: Path, name: str) -> Path:

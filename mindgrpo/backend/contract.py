@@ -30,6 +30,10 @@ PHASES = {DECODE: "increment"}
 OTHER_PHASE = "prefill"
 
 
+# Elements [start, stop) of an array, and whose they are: an index in a group.
+Share = tuple[int, int, int]
+
+
 class PeerLost(RuntimeError):
     """A rank that this one waits for has ended."""
 
@@ -74,6 +78,20 @@ class Group(ABC):
     @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         """Sums `array` over the group, in place and between graphs; adds in rank order on every member."""
+
+    def sum_shares(self, array: np.ndarray, shares: Sequence[Share]) -> None:
+        """Sums `array` [n] as sum_array does, of which each member gets its own shares; elsewhere it stays as it is."""
+        total = self.sum_array(array.copy())
+        for start, stop, member in shares:
+            if member == self.index:
+                array[start:stop] = total[start:stop]
+
+    def gather_shares(self, array: np.ndarray, shares: Sequence[Share]) -> None:
+        """Gives every member each share as the one has it whose own it is, in place and between graphs."""
+        own = [array[start:stop] for start, stop, member in shares if member == self.index]
+        arrived = [iter(arrays) for arrays in self.gather_objects(own)]
+        for start, stop, member in shares:
+            array[start:stop] = next(arrived[member])
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:

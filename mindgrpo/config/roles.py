@@ -178,6 +178,9 @@ class ActorConfig(Section):
     offset: int | list[int] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()
     recompute_config: RecomputeConfig = RecomputeConfig()
+    enable_parallel_optimizer: bool = False
+    """share the optimizer's state (moments, and float32 weights beside narrower ones) out over the data-parallel
+    replicas, of which each updates its share (ZeRO-1); nothing changes with data_parallel 1"""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
     lora: LoraConfig = LoraConfig()

@@ -72,9 +72,10 @@ def make_roles(
     if "policy" not in restored:
         whole = policy.weights if policy.adapters else policy.masters
         _fill(whole, plan.config, backend, random_weights)
-        policy.masters_changed()
     if policy.adapters is not None:
-        fill_adapters(policy.adapters.weights, plan.config.rl_config.seed)
+        fill_adapters(policy.masters, plan.config.rl_config.seed)
+    if policy.adapters is not None or "policy" not in restored:
+        policy.masters_changed()
     reference = _make_reference(plan, backend, sampling)
     if reference is not None and "reference" not in restored:
         base = None if "policy" in restored else policy.weights
@@ -133,6 +134,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         moments_on_host=optimizer.opt_offload,
         loss_scale=loss_scale(plan.config),
         keeps_entropies=plan.config.monitor_config.per_token > 0,
+        shards_optimizer=actor.enable_parallel_optimizer,
     )
     return Policy(plan.model, plan.train, backend, settings, plan.lora)
 

@@ -8,7 +8,7 @@ layer. Knows nothing of tensors' values.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, product
 from math import prod
@@ -86,6 +86,12 @@ class ParameterSpec:
     @property
     def data_axes(self) -> frozenset[str]:
         return self.summed_over & DATA_AXES
+
+    def split_over_data(self) -> ParameterSpec:
+        """Cuts a rank's part once more, along its first stored dim, over the ranks that its gradient is summed over."""
+        first, *_ = self.as_stored(range(len(self.shape)))
+        added = tuple(Split(axis, first) for axis in sorted(self.data_axes))
+        return replace(self, splits=self.splits + added)
 
     def as_stored(self, dims: Sequence[T]) -> tuple[T, ...]:
         """Orders what is given for each dim of `shape` as the stored tensor's dims are."""
@@ -280,6 +286,16 @@ class Layout:
         if mesh.size != mesh.dp:
             raise ValueError(f"{mesh} splits parameters")
         return Layout(mesh, self.specs, ((range(self.num_layers),),))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether gradients are summed over ranks that hold the same parameters."""
+        return any(self.mesh.size_of(spec.data_axes) > 1 for spec in self.specs)
+
+    def split_over_data(self) -> Layout:
+        """Shares parameters out over the ranks that hold the same: how these keep an optimizer's state (ZeRO-1,
+        arXiv:1910.02054)."""
+        return replace(self, specs=tuple(spec.split_over_data() for spec in self.specs))
 
     @cached_property
     def _rules(self) -> dict[str, Rule]:

@@ -174,11 +174,15 @@ def _memory_for_time(plan: RunPlan) -> Iterator[Change]:
             "layers are computed again in the backward pass, about a third more work in an update"
         )
         yield Change("recompute", values, cost, 1)
+    if plan.trained.has_replicas and not actor.enable_parallel_optimizer:
+        cost = f"{plan.train.mesh.dp} replicas share out the optimizer's state and gather weights in every update"
+        yield Change("sharding", {"actor_config.enable_parallel_optimizer": True}, cost, 1)
     if not actor.optimizer.opt_offload:
-        trained = plan.trained_bytes(LARGEST)
+        trained, updated = plan.trained_bytes(LARGEST), plan.optimizer_bytes(LARGEST)
+        copied = format_bytes(2 * (trained + updated))
         cost = (
-            f"{format_bytes(2 * trained)} of host memory a rank, {format_bytes(4 * trained)} between device and host "
-            "and the processors' AdamW in every update"
+            f"{format_bytes(2 * updated)} of host memory a rank, {copied} between device and host and the processors' "
+            "AdamW in every update"
         )
         yield Change("offload", {"actor_config.optimizer.opt_offload": True}, cost, 3)
     if plan.lora is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
@@ -141,10 +141,7 @@ def _sum_bytes(plan: RunPlan) -> int:
     num_ranks = plan.train.mesh.dp
     if num_ranks == 1:
         return 0
-    layout, lora = plan.train, plan.lora
-    if lora is not None:
-        layout = replace(layout, specs=adapter_specs(layout.specs, lora))
-    bucket = max(BUCKET_BYTES, _largest(layout) * FLOAT_BYTES)
+    bucket = max(BUCKET_BYTES, _largest(plan.trained) * FLOAT_BYTES)
     return 2 * bucket + bucket // num_ranks
 
 
@@ -276,18 +273,20 @@ class HostPlan:
         """Returns the bytes of weights and gradients that go to moments on the host and back in every update."""
         if not self._plan.config.actor_config.optimizer.opt_offload:
             return 0
-        return 4 * self._plan.trained_bytes(stage) * self._plan.batch.updates_per_step
+        travelling = self._plan.optimizer_bytes(stage) + self._plan.trained_bytes(stage)
+        return 2 * travelling * self._plan.batch.updates_per_step
 
     def lines(self) -> list[str]:
         """Formats the host's memory by rank, and a step's copies."""
         plan = self._plan
         config, on_host = plan.config, plan.config.context.target.keeps_weights_on_host
-        trained = plan.trained_bytes(LARGEST)
+        updated = plan.optimizer_bytes(LARGEST)
         sizes = {"roles that leave the device": self.swapped_bytes}
         if config.actor_config.optimizer.opt_offload:
-            sizes["moments (opt_offload)"] = 2 * trained
+            sizes["moments (opt_offload)"] = 2 * updated
             if not on_host:
-                sizes["weights and gradients while the optimizer runs"] = 2 * trained
+                travelling = updated + plan.trained_bytes(LARGEST)
+                sizes["weights and gradients while the optimizer runs"] = travelling
         if config.generate_config.uses_vllm:
             sizes["bucket that vLLM reads weights from"] = self._bucket_bytes()
             if not on_host:

@@ -36,6 +36,7 @@ from mindgrpo.models.shard import (
     product_leaves,
     vocabulary_leaves,
 )
+from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
@@ -141,12 +142,12 @@ class RunPlan:
         by_role = {
             "policy": weights(self.train, stage) + adapters(self.train, stage),
             "gradients": trained,
-            "optimizer": 2 * trained,
+            "optimizer": 2 * self.optimizer_bytes(stage),
             **self._engine_bytes,
             "adapters_copy": adapters(self.infer, 0),
         }
-        if self.lora is None and self._itemsize != FLOAT_BYTES:
-            by_role["master_weights"] = trained
+        if self.has_masters:
+            by_role["master_weights"] = self.optimizer_bytes(stage)
         if self.config.actor_config.optimizer.opt_offload:
             del by_role["optimizer"]
         if self.reference is not None and reference_stage is not None:
@@ -161,11 +162,37 @@ class RunPlan:
         specs = adapter_specs(self.train.specs, self.lora) if self.lora is not None else ()
         return FLOAT_BYTES * share_of(replace(layout, specs=specs), stage)
 
+    @cached_property
+    def trained(self) -> Layout:
+        """Returns the layout of what has gradients: the adapters where there are some, else the whole model."""
+        if self.lora is None:
+            return self.train
+        return replace(self.train, specs=adapter_specs(self.train.specs, self.lora))
+
+    @property
+    def shards_optimizer(self) -> bool:
+        asked = self.config.actor_config.enable_parallel_optimizer
+        return asked and self.trained.has_replicas
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates float32 weights of its own (Policy.has_masters)."""
+        on_device = self.config.context.target != SHARED_MEMORY
+        return self._rounds_masters or (self.shards_optimizer and on_device)
+
+    @property
+    def _rounds_masters(self) -> bool:
+        return self.lora is None and self._itemsize != FLOAT_BYTES
+
     def trained_bytes(self, stage: int) -> int:
+        """Returns the float32 bytes of what the optimizer updates on all ranks of the stage that have the same."""
+        return FLOAT_BYTES * share_of(self.trained, stage)
+
+    def optimizer_bytes(self, stage: int) -> int:
         """Returns the float32 bytes of what the optimizer updates on a rank of the stage."""
-        if self.lora is not None:
-            return self._adapter_bytes(self.train, stage)
-        return FLOAT_BYTES * share_of(self.train, stage)
+        if not self.shards_optimizer:
+            return self.trained_bytes(stage)
+        return FLOAT_BYTES * share_of(self.trained.split_over_data(), stage)
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -256,9 +283,22 @@ class RunPlan:
             reference = f"{self.reference.mesh}{_sequence_parallel(self.reference)}"
         return [
             f"train {self.train.mesh}, stages of {stages} layers{_sequence_parallel(self.train)}",
+            *self._sharding_lines(),
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
             *invariance_lines(self.config, self.model),
+        ]
+
+    def _sharding_lines(self) -> list[str]:
+        if not self.shards_optimizer:
+            is_asked = self.config.actor_config.enable_parallel_optimizer
+            why = "the optimizer's state is whole on every rank: enable_parallel_optimizer needs data_parallel above 1"
+            return [why] if is_asked else []
+        after = (2 + self.has_masters) * self.optimizer_bytes(LARGEST)
+        before = (2 + self._rounds_masters) * self.trained_bytes(LARGEST)
+        return [
+            f"the optimizer's state shared out over {self.train.mesh.dp} replicas: {format_bytes(after)} a rank "
+            f"instead of {format_bytes(before)}"
         ]
 
     def most_memory(self) -> str:
@@ -268,7 +308,7 @@ class RunPlan:
     def memory_lines(self) -> list[str]:
         lines = [str(row) for row in self.memory() if row.total]
         if self.config.actor_config.optimizer.opt_offload:
-            moments = 2 * self.trained_bytes(LARGEST) / MIB
+            moments = 2 * self.optimizer_bytes(LARGEST) / MIB
             lines.append(f"optimizer      {moments:>10.1f} MiB a rank, on the host (opt_offload)")
         return lines
 

@@ -364,22 +364,33 @@ class Roofline:
         by = {kind: updates * seconds for kind, seconds in one.by.items()}
         return PhaseSeconds("update", by, limit, one.work * updates)
 
+    @property
+    def _trained_itemsize(self) -> int:
+        return FLOAT if self.plan.lora is not None else self.itemsize
+
     def _optimizer(self) -> PhaseSeconds:
         plan, counts = self.plan, self.counts
         trained, updates = plan.trained_bytes(LARGEST) / FLOAT, plan.batch.updates_per_step
+        # All gradients are cleared, and of those that a rank updates all the rest is done.
+        updated = plan.optimizer_bytes(LARGEST) / FLOAT
         dp = plan.train.mesh.dp
+        summed, sums = trained * FLOAT, 1
+        if plan.shards_optimizer:
+            # Each is half of a sum: gradients are scattered, and weights gathered in the compute dtype.
+            summed, sums = trained * (FLOAT + self._trained_itemsize) / 2, 2
+        untouched = trained - updated
         num_layers = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
         work = Work(
-            memory=trained * counts.optimizer_bytes,
+            memory=updated * counts.optimizer_bytes + untouched * FLOAT,
             kernels=counts.optimizer.of(num_layers),
             calls=counts.optimizer_calls,
-            summed=trained * FLOAT if dp > 1 else 0,
-            sums=1 if dp > 1 else 0,
+            summed=summed if dp > 1 else 0,
+            sums=sums if dp > 1 else 0,
         )
         if plan.config.actor_config.optimizer.opt_offload:
-            work += Work(copied=4 * trained * FLOAT)
-        fewest = trained * FEWEST_OPTIMIZER_BYTES / self.rates.memory
-        fewest += self.rates.sum_seconds(trained * FLOAT, dp)
+            work += Work(copied=2 * (trained + updated) * FLOAT)
+        fewest = updated * FEWEST_OPTIMIZER_BYTES / self.rates.memory
+        fewest += self.rates.sum_seconds(summed, dp)
         return self._phase("optimizer", work * updates, dp, fewest * updates)
 
     def _rollout(self) -> PhaseSeconds:

@@ -65,7 +65,7 @@ class ModelExport:
         source, memory = config.actor_config.load, roles.residency
         weights = policy.weights
         dtype = roles.plan.export_dtype
-        if policy.has_masters and dtype == "float32":
+        if policy.has_masters and policy.adapters is None and dtype == "float32":
             roles.enter("update")
             weights = policy.masters
         export_policy(weights, roles.backend, source, target, memory, policy.adapters, dtype)

@@ -234,6 +234,8 @@ class RunRecord:
         self._metrics.close()
         before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
         history, monitor = self.history(), self._loaded.config.monitor_config
+        actor = self._loaded.config.actor_config
+        replicas = actor.parallel_config.data_parallel
         summary: dict[str, Any] = {
             "steps": num_steps,
             **{key: history[key] for key in ("seconds", "first_step_seconds", "compiles")},
@@ -245,6 +247,7 @@ class RunRecord:
             "batch_invariant": self._backend.kernels.batch_invariant,
             "backend": self._backend.name,
             "ranks": self._backend.world_size,
+            "optimizer_shards": replicas if actor.enable_parallel_optimizer else 1,
             "host": platform.node(),
         }
         if engine.release is not None:

@@ -16,6 +16,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.parallel.mesh import DATA_AXES, DENSE
+from mindgrpo.training.optimizer_shares import ShardedTensor, SumOfShares, by_group, shares_in
 from mindgrpo.weights.local_weights import FusedTensor, Weights
 
 # Large enough for the links, small beside the gradients.
@@ -37,7 +38,7 @@ def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 class GradientSync(Protocol):
     def sum(self) -> float:
-        """Sums over ranks that share a parameter, then over data-parallel ranks.
+        """Sums over ranks that share a parameter, then over data-parallel ranks, each of which may get its rows alone.
 
         Returns the 2-norm of the summed gradients over the model's parameters, each counted once.
         """
@@ -65,11 +66,15 @@ class Sums:
     norm_terms: tuple[NormTerm, ...]
 
 
-def sums_of(gradients: Weights) -> Sums:
+def sums_of(gradients: Weights, is_sharded: bool = False) -> Sums:
+    """`is_sharded`: a rank gets the sums of its rows alone (optimizer_shares.py)."""
     layout, rank = gradients.layout, gradients.rank
-    mesh = layout.mesh
-    # What all gradients are summed over, ranks have alike afterwards.
-    alike = frozenset.intersection(DATA_AXES, *(spec.data_axes for spec in layout.specs))
+    mesh, summed = layout.mesh, layout.split_over_data() if is_sharded else layout
+    boxes = summed.held_by(rank)
+    # What all gradients are summed over, ranks have alike afterwards, unless it is cut there.
+    alike = frozenset.intersection(
+        DATA_AXES, *(spec.data_axes - set(spec.axes) for spec in summed.specs)
+    )
     norm_ranks = mesh.group(rank, [axis for axis in DENSE if axis not in alike])
     shared: dict[tuple[int, ...], list[str]] = {}
     copies: dict[str, int] = {}
@@ -77,7 +82,9 @@ def sums_of(gradients: Weights) -> Sums:
         if spec.name not in gradients.boxes:
             continue
         holders = frozenset(layout.ranks_by_box(spec.name)[gradients.boxes[spec.name]])
-        copies[spec.name] = len(holders.intersection(norm_ranks))
+        if spec.name in boxes:
+            counted = summed.ranks_by_box(spec.name)[boxes[spec.name]]
+            copies[spec.name] = len(set(counted).intersection(norm_ranks))
         # Both ends of a pipeline have a part of what lies on them both.
         for axes in (spec.summed_over - DATA_AXES, {"pp"}):
             ranks = tuple(other for other in mesh.group(rank, axes) if other in holders)
@@ -96,6 +103,8 @@ def _norm_terms(gradients: Weights, copies: dict[str, int]) -> Iterator[NormTerm
     for entry in gradients.fused:
         names = [spec.name for spec in entry.specs if spec.name in copies]
         counts = {copies[name] for name in names}
+        if not counts:
+            continue
         if len(counts) == 1:
             # What a tensor holds beside its parts is padding, whose gradient is zero.
             yield NormTerm(entry.key, None, counts.pop())
@@ -103,35 +112,61 @@ def _norm_terms(gradients: Weights, copies: dict[str, int]) -> Iterator[NormTerm
             yield from (NormTerm(entry.key, name, copies[name]) for name in names)
 
 
-class HostGradientSync:
-    """A GradientSync of gradients in the host's own memory."""
+def _own_slices(
+    gradients: Weights, sums: Sums, sharded: Sequence[ShardedTensor]
+) -> Iterator[tuple[NormTerm, tuple[slice, ...]]]:
+    """Yields what a rank has of the norm's terms, in the stored tensors, where it gets its rows alone."""
+    tensors = {tensor.whole.key: tensor for tensor in sharded}
+    boxes = gradients.layout.split_over_data().held_by(gradients.rank)
+    for term in sums.norm_terms:
+        if term.name is not None:
+            yield term, gradients.region(term.name, boxes[term.name]).slices
+            continue
+        for start, stop, _ in tensors[term.key].own_rows():
+            yield term, (slice(start, stop),)
 
-    def __init__(self, gradients: Weights, backend: Backend) -> None:
-        sums, arrays = sums_of(gradients), gradients.arrays
+
+class HostGradientSync:
+    """A GradientSync of gradients in the host's own memory; of `sharded` tensors a rank gets its rows alone."""
+
+    def __init__(
+        self, gradients: Weights, backend: Backend, sharded: Sequence[ShardedTensor] = ()
+    ) -> None:
+        sums, arrays = sums_of(gradients, bool(sharded)), gradients.arrays
         self._square = backend.kernels.square_sum
-        self._norm_terms = [
-            (arrays.hf_views[t.name] if t.name else arrays.tensors[t.key], t.copies)
-            for t in sums.norm_terms
-        ]
+        if sharded:
+            own = _own_slices(gradients, sums, sharded)
+            self._norm_terms = [
+                (arrays.tensors[term.key][slices], term.copies) for term, slices in own
+            ]
+        else:
+            self._norm_terms = [
+                (arrays.hf_views[t.name] if t.name else arrays.tensors[t.key], t.copies)
+                for t in sums.norm_terms
+            ]
         self._shared = [
             (backend.group(ranks), [arrays.hf_views[name] for name in names])
             for ranks, names in sums.shared
         ]
         data = {axes: backend.group(ranks) for axes, ranks in sums.data.items()}
         ranges = zip(arrays.ranges, arrays.flat_buffers, strict=True)
-        self._data = [(data[run.data_axes], values) for run, values in ranges]
+        self._data = [
+            (data[run.data_axes], values, shares_in(sharded, run)) for run, values in ranges
+        ]
         self._norm_group = backend.group(sums.norm_ranks)
 
     def sum(self) -> float:
-        for group, shares in self._shared:
-            flat = np.concatenate([share.reshape(-1) for share in shares])
+        for group, views in self._shared:
+            flat = np.concatenate([view.reshape(-1) for view in views])
             group.sum_array(flat)
             start = 0
-            for share in shares:
-                share[...] = flat[start : start + share.size].reshape(share.shape)
-                start += share.size
-        for group, values in self._data:
-            if group.size > 1:
+            for view in views:
+                view[...] = flat[start : start + view.size].reshape(view.shape)
+                start += view.size
+        for group, values, shares in self._data:
+            if shares:
+                group.sum_shares(values, shares)
+            elif group.size > 1:
                 group.sum_array(values)
         square = sum(self._square(array) / copies for array, copies in self._norm_terms)
         total = self._norm_group.sum_array(np.array([square], np.float64))
@@ -140,11 +175,15 @@ class HostGradientSync:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Ranges [start, stop) of a parameter's columns, in order; `shape` is the parameter's on the device."""
+    """Ranges [start, stop) of a parameter's columns, in order; `shape` is the parameter's on the device.
+
+    `rows`: of these alone.
+    """
 
     parameter: Any
     shape: tuple[int, ...]
     ranges: tuple[tuple[int, int], ...]
+    rows: tuple[int, int] | None = None
 
     def size(self, start: int, stop: int) -> int:
         return int(np.prod(self.shape[:-1])) * (stop - start)
@@ -198,8 +237,10 @@ class _Norm(nn.Cell):
         super().__init__()
         self.parameters = ms.ParameterTuple([own.parameter for own in columns])
         self.columns = tuple(own.ranges[0] for own in columns)
-        self.shares = Tensor([1.0 / number for number in copies], ms.float32)
+        self.rows = tuple(own.rows for own in columns)
+        self.shares = Tensor([1.0 / number for number in copies] or [1.0], ms.float32)
         self.is_alone = group.size == 1
+        self.nothing = Tensor([0.0], ms.float32)
         self.squares, self.total = squares, group.sum_cell()
 
     def construct(self) -> Any:
@@ -207,10 +248,15 @@ class _Norm(nn.Cell):
         for i in range(len(self.columns)):
             start, stop = self.columns[i]
             values = self.parameters[i]
+            rows = self.rows[i]
+            if rows is not None:
+                values = values[rows[0] : rows[1]]
             if stop - start < values.shape[-1]:
                 values = values[..., start:stop]
             squares.append(self.squares(values).reshape(1))
-        square = (ops.concat(squares) * self.shares).sum().reshape(1)
+        square = self.nothing
+        if len(squares) > 0:
+            square = (ops.concat(squares) * self.shares).sum().reshape(1)
         if not self.is_alone:
             square = self.total(square)
         return ops.sqrt(square)
@@ -229,11 +275,25 @@ def _columns_of(gradients: Weights, entry: FusedTensor, names: Collection[str] |
     return _Columns(gradients.parameters[entry.key], entry.shape, tuple(ranges))
 
 
-class DeviceGradientSync:
-    """A GradientSync in graphs. What a tensor holds beside its parameters' parts is padding, with no gradient."""
+def _part_of(gradients: Weights, entry: FusedTensor, slices: Sequence[slice]) -> _Columns:
+    """Returns a range of rows, and of columns where `slices` has them; of a vector they are the same."""
+    rows, columns = slices[0], (0, entry.shape[-1])
+    if 1 < len(slices) == len(entry.shape):
+        columns = (slices[-1].start, slices[-1].stop)
+    parameter = gradients.parameters[entry.key]
+    return _Columns(parameter, entry.shape, (columns,), (rows.start, rows.stop))
 
-    def __init__(self, gradients: Weights, backend: Backend) -> None:
-        sums = sums_of(gradients)
+
+class DeviceGradientSync:
+    """A GradientSync in graphs; of `sharded` tensors a rank gets its rows alone.
+
+    What a tensor holds beside its parameters' parts is padding, with no gradient.
+    """
+
+    def __init__(
+        self, gradients: Weights, backend: Backend, sharded: Sequence[ShardedTensor] = ()
+    ) -> None:
+        sums = sums_of(gradients, bool(sharded))
         self._totals: list[Graph] = []
 
         def add(ranks: tuple[int, ...], columns: list[_Columns]) -> None:
@@ -244,15 +304,24 @@ class DeviceGradientSync:
 
         for ranks, names in sums.shared:
             add(ranks, [_columns_of(gradients, entry, names) for entry in gradients.fused])
-        for axes, ranks in sums.data.items():
-            tensors = [entry for entry in gradients.fused if entry.data_axes == axes]
-            add(ranks, [_columns_of(gradients, entry, None) for entry in tensors])
         entries = {entry.key: entry for entry in gradients.fused}
-        terms = [
-            _columns_of(gradients, entries[term.key], term.name and (term.name,))
-            for term in sums.norm_terms
-        ]
-        copies = [term.copies for term in sums.norm_terms]
+        if sharded:
+            for group, shared in by_group(sharded, backend):
+                tensors = [gradients.parameters[tensor.whole.key] for tensor in shared]
+                cell = SumOfShares(shared, tensors, group, buckets)
+                self._totals.append(backend.graph(cell, "sum of gradients"))
+            own = list(_own_slices(gradients, sums, sharded))
+            terms = [_part_of(gradients, entries[term.key], slices) for term, slices in own]
+            copies = [term.copies for term, _ in own]
+        else:
+            for axes, ranks in sums.data.items():
+                same = [entry for entry in gradients.fused if entry.data_axes == axes]
+                add(ranks, [_columns_of(gradients, entry, None) for entry in same])
+            terms = [
+                _columns_of(gradients, entries[term.key], term.name and (term.name,))
+                for term in sums.norm_terms
+            ]
+            copies = [term.copies for term in sums.norm_terms]
         group, squares = backend.group(sums.norm_ranks), backend.kernels.squares()
         cell = _Norm(terms, copies, group, squares)
         self._norm = backend.graph(cell, "gradient norm")

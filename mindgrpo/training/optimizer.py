@@ -6,18 +6,31 @@ only moments that stay on the host bring AdamW there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import AdamWNumbers
-from mindgrpo.training.gradient_sync import DeviceGradientSync, GradientSync, HostGradientSync
-from mindgrpo.weights.local_weights import Weights, round_into
+from mindgrpo.training.gradient_sync import (
+    DeviceGradientSync,
+    GradientSync,
+    HostGradientSync,
+    buckets,
+)
+from mindgrpo.training.optimizer_shares import (
+    DeviceHandOut,
+    HostHandOut,
+    OwnRows,
+    ShardedTensor,
+    sharded_tensors,
+)
+from mindgrpo.weights.local_weights import WeightArrays, Weights, round_into
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,10 @@ class AdamWSettings:
         """Returns the numbers of one step, of a parameter that decays or does not."""
         decay = self.weight_decay if decays else 0.0
         return AdamWNumbers(lr, self.beta1, self.beta2, self.eps, decay, update, scale)
+
+
+# Whether the weights decay; weights, gradients and both moments, flat.
+_Run = tuple[bool, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
 
 
 class HostAdamW:
@@ -48,27 +65,46 @@ class HostAdamW:
         backend: Backend,
         settings: AdamWSettings,
         rounded: Weights | None = None,
+        sharded: Sequence[ShardedTensor] = (),
     ) -> None:
         self._weights, self._gradients, self._rounded = weights, gradients, rounded
         self._moments = first.arrays, second.arrays
         self._settings, self._backend = settings, backend
+        self._sharded = sharded
+        self._updates_whole = weights.layout == gradients.layout
 
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
         weights, gradients = self._weights.on_host(write=True), self._gradients.on_host(write=True)
         with weights as w, gradients as g:
-            first, second = self._moments
-            for i, run in enumerate(w.ranges):
-                self._backend.kernels.adamw(
-                    w.flat_buffers[i],
-                    g.flat_buffers[i],
-                    first.flat_buffers[i],
-                    second.flat_buffers[i],
-                    self._settings.at(update, lr, scale, run.decay),
-                )
+            runs = self._own_rows(w, g) if self._sharded else self._ranges(w, g)
+            for decay, arrays in runs:
+                numbers = self._settings.at(update, lr, scale, decay)
+                self._backend.kernels.adamw(*arrays, numbers)
+            if self._sharded:
+                # Of the others' rows they are sums that nobody needs.
+                for run in g.flat_buffers:
+                    run[...] = 0.0
         if self._rounded is not None:
             round_into(self._rounded, self._weights)
             self._backend.synchronize()
+
+    def _ranges(self, w: WeightArrays, g: WeightArrays) -> Iterator[_Run]:
+        first, second = self._moments
+        for i, run in enumerate(w.ranges):
+            flat = w.flat_buffers[i], g.flat_buffers[i]
+            yield run.decay, (*flat, first.flat_buffers[i], second.flat_buffers[i])
+
+    def _own_rows(self, w: WeightArrays, g: WeightArrays) -> Iterator[_Run]:
+        for tensor in self._sharded:
+            weight, gradient, first, second = (
+                role.tensors[tensor.whole.key] for role in (w, g, *self._moments)
+            )
+            for start, stop, at in tensor.own_rows():
+                rows, share = slice(start, stop), slice(at, at + stop - start)
+                own = weight[rows if self._updates_whole else share].reshape(-1)
+                moments = first[share].reshape(-1), second[share].reshape(-1)
+                yield tensor.whole.decay, (own, gradient[rows].reshape(-1), *moments)
 
 
 class _AdamWCell(nn.Cell):
@@ -79,8 +115,12 @@ class _AdamWCell(nn.Cell):
         tensors: Sequence[tuple[Any, Any, Any, Any, bool]],
         settings: AdamWSettings,
         kernels: Kernels,
+        own_rows: OwnRows | None = None,
     ) -> None:
-        """Takes of each tensor (weight, gradient, first moment, second moment, whether the weight decays)."""
+        """Takes of each tensor (weight, gradient, first moment, second moment, whether the weight decays).
+
+        `own_rows`: weights and moments are of these rows alone, of which it has a gradient's.
+        """
         super().__init__()
         self.weights = ms.ParameterTuple([entry[0] for entry in tensors])
         self.grads = ms.ParameterTuple([entry[1] for entry in tensors])
@@ -91,11 +131,16 @@ class _AdamWCell(nn.Cell):
         self.decaying = kernels.adamw_cell(*numbers, settings.weight_decay)
         self.staying = kernels.adamw_cell(*numbers, 0.0)
         self.zero = Tensor(0.0, ms.float32)
+        self.is_sharded = own_rows is not None
+        self.own_rows: Any = own_rows
 
     def construct(self, scale: Any, *numbers: Any) -> Any:
         done = scale
         for i in range(len(self.weights)):
-            gradient = ops.depend(self.grads[i] * scale, done)
+            gradient = self.grads[i]
+            if self.is_sharded:
+                gradient = self.own_rows(gradient, i)
+            gradient = ops.depend(gradient * scale, done)
             tensors = self.weights[i], gradient, self.first[i], self.second[i]
             update = self.decaying if self.decays[i] else self.staying
             updated = update(*tensors, *numbers)
@@ -132,16 +177,19 @@ class DeviceAdamW:
         backend: Backend,
         settings: AdamWSettings,
         rounded: Weights | None = None,
+        sharded: Sequence[ShardedTensor] = (),
     ) -> None:
         roles = [role.parameters for role in (weights, gradients, first, second)]
         tensors = [(*(role[e.key] for role in roles), e.decay) for e in weights.fused]
         self._settings, self._kernels = settings, backend.kernels
-        self._graph = backend.graph(_AdamWCell(tensors, settings, self._kernels), "optimizer")
+        own_rows = OwnRows(sharded) if sharded else None
+        cell = _AdamWCell(tensors, settings, self._kernels, own_rows)
+        self._graph = backend.graph(cell, "optimizer")
         self._round = None
         if rounded is not None:
             narrow = [rounded.parameters[e.key] for e in weights.fused]
-            cell = _RoundCell([tensor[0] for tensor in tensors], narrow)
-            self._round = backend.graph(cell, "rounded weights")
+            rounding = _RoundCell([tensor[0] for tensor in tensors], narrow)
+            self._round = backend.graph(rounding, "rounded weights")
 
     def step(self, update: int, lr: float, scale: float) -> None:
         numbers = self._settings.at(update, lr, scale)
@@ -161,7 +209,9 @@ def clear(gradients: Weights) -> None:
 class AdamW:
     """`first` and `second` are the moments, arranged like the weights; with `on_host` in the host's memory.
 
-    `rounded` gets the weights after every step, in its own dtype.
+    `rounded` gets the weights after every step, in its own dtype. `is_sharded`: this rank has the moments of its share
+    of the gradients' parameters alone (optimizer_shares.py). Its `weights` are then that share, or all of them where
+    there is no `rounded`, which needs memory of the host's.
     """
 
     def __init__(
@@ -172,20 +222,31 @@ class AdamW:
         settings: AdamWSettings,
         on_host: bool = False,
         rounded: Weights | None = None,
+        is_sharded: bool = False,
     ) -> None:
-        layout, rank = weights.layout, weights.rank
-        self.first = Weights(layout, rank, backend, "first_moment", on_host_only=on_host)
-        self.second = Weights(layout, rank, backend, "second_moment", on_host_only=on_host)
-        self._gradients, self._backend = gradients, backend
+        layout, rank = gradients.layout, weights.rank
+        sharded = sharded_tensors(layout, rank) if is_sharded else ()
+        own = layout.split_over_data() if is_sharded else layout
+        self.first = Weights(own, rank, backend, "first_moment", on_host_only=on_host)
+        self.second = Weights(own, rank, backend, "second_moment", on_host_only=on_host)
+        self._weights, self._gradients, self._rounded = weights, gradients, rounded
+        self._backend = backend
         in_host_memory = gradients.pool.is_host_memory
-        self._sync: GradientSync = (
-            HostGradientSync(gradients, backend)
-            if in_host_memory
-            else DeviceGradientSync(gradients, backend)
-        )
+        sync = HostGradientSync if in_host_memory else DeviceGradientSync
+        self._sync: GradientSync = sync(gradients, backend, sharded)
+        self._hand_out: HostHandOut | DeviceHandOut | None = None
+        if is_sharded and in_host_memory:
+            self._hand_out = HostHandOut(
+                sharded, rounded or weights, None if rounded is None else weights, backend
+            )
+        elif is_sharded:
+            assert rounded is not None
+            self._hand_out = DeviceHandOut(sharded, rounded, weights, backend, buckets)
         adamw = HostAdamW if on_host or in_host_memory else DeviceAdamW
         roles = weights, gradients, self.first, self.second
-        self._adamw = adamw(*roles, backend, settings, rounded)
+        # What is handed out is rounded on its way.
+        copied = None if is_sharded else rounded
+        self._adamw = adamw(*roles, backend, settings, copied, sharded)
 
     def sum_gradients(self) -> float:
         """Sums the accumulated gradients over the ranks; returns their 2-norm over the model."""
@@ -194,6 +255,20 @@ class AdamW:
     def step(self, update: int, lr: float, scale: float) -> None:
         """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
         self._adamw.step(update, lr, scale)
+        if self._hand_out is not None:
+            self._hand_out.run()
+
+    def weights_changed(self) -> None:
+        """Rounds the weights into `rounded`; to be called when something else has changed them, by all ranks."""
+        if self._rounded is None:
+            return
+        if self._hand_out is None:
+            round_into(self._rounded, self._weights)
+        else:
+            for weights in (self._weights, self._rounded):
+                weights.pool.load()
+            self._hand_out.run()
+        self._backend.synchronize()
 
     def clear_gradients(self) -> None:
         if not self._gradients.pool.is_host_memory:

@@ -19,7 +19,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import Predictions, forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
-from mindgrpo.weights.local_weights import Weights, round_into
+from mindgrpo.weights.local_weights import Weights
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class UpdateSettings:
     moments_on_host: bool = False
     loss_scale: float = 1.0
     keeps_entropies: bool = False
+    # Over the ranks that train the same parameters.
+    shards_optimizer: bool = False
 
 
 class Policy:
@@ -76,6 +78,7 @@ class Policy:
         )
         # Of the backward graphs; those of the forward passes are the pipeline's.
         self.shapes = shape_choice(self.shard, backend, settings.shape)
+        self._is_sharded = settings.shards_optimizer and self.trained.layout.has_replicas
         self.masters = self._make_masters()
         self.optimizer = AdamW(
             self.masters,
@@ -84,6 +87,7 @@ class Policy:
             settings.adamw,
             settings.moments_on_host,
             self.trained if self.has_masters else None,
+            self._is_sharded,
         )
         self._backward: dict[bool, Any] = {}
         self.version = 0
@@ -100,16 +104,21 @@ class Policy:
         return self.masters is not self.trained
 
     def _make_masters(self) -> Weights:
-        """Returns what the optimizer changes, float32."""
-        if self.trained.dtype == "float32":
-            return self.trained
-        return Weights(self.trained.layout, self.backend.rank, self.backend, "master", shared=True)
+        """Returns what the optimizer changes, float32: the trained weights, or its own, a share of them if sharded."""
+        trained = self.trained
+        # A graph updates whole parameters, never rows of one.
+        in_place = trained.pool.is_host_memory or not self._is_sharded
+        if trained.dtype == "float32" and in_place:
+            return trained
+        layout = trained.layout.split_over_data() if self._is_sharded else trained.layout
+        return Weights(layout, self.backend.rank, self.backend, "master", shared=True)
 
     def masters_changed(self) -> None:
-        """Rounds the optimizer's own weights into the trained ones; to be called whenever the former have changed."""
-        if self.has_masters:
-            round_into(self.trained, self.masters)
-            self.backend.synchronize()
+        """Rounds the optimizer's own weights into the trained ones; to be called whenever the former have changed.
+
+        All ranks together.
+        """
+        self.optimizer.weights_changed()
 
     def _backward_graph(self, has_old: bool) -> Any:
         """Returns the stage's backward; only the last stage's differs by whether old log-probs are given."""

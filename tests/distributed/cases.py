@@ -199,6 +199,8 @@ class Case:
     widest: int = ROW_LENGTH
     # Sequence parallelism, of policy and reference.
     splits_tokens: bool = False
+    # The optimizer's state is shared out over replicas.
+    shards_optimizer: bool = False
 
     @property
     def world(self) -> tuple[int, str]:
@@ -238,14 +240,14 @@ SPREAD = (
     Case("olmo2", (1, 4, 1), (2, 2), recompute=True, splits_tokens=True),
     Case("dapo", (1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (1, 4, 2), (2, 4)),
-    Case("tools", (2, 2, 2), (4, 2), splits_tokens=True),
+    Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
     # A stage in the middle.
     Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256),
-    Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256),
+    Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256, shards_optimizer=True),
     Case("one update", (1, 2, 2), (2, 2), backend="device", splits_tokens=True),
 )
 CASES = ALONE + SPREAD
@@ -271,6 +273,41 @@ DEVICE_PAIRS = (
     ((1, 1, 4), (1, 1, 1)),
 )
 DEVICE_SAVED: tuple[tuple[int, int, int], ...] = ((1, 2, 2), (4, 1, 1), (1, 1, 4))
+
+
+# 67 rows of the vocabulary, which no number of ranks divides, on both ends of a pipeline.
+SHARDED_MODEL = {"model_type": "qwen2", **_SMALL, "num_hidden_layers": 2}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """An optimizer over replicas, whose `mesh` is (data, model, stage), beside one of whole parameters (sharded.py)."""
+
+    mesh: tuple[int, int, int]
+    dtype: Any = "float32"
+    lora: int = 0
+    backend: str = "shared_memory"
+
+    @property
+    def world(self) -> tuple[int, str]:
+        data, model, stage = self.mesh
+        return data * model * stage, self.backend
+
+    @property
+    def name(self) -> str:
+        adapters = f", rank {self.lora}" if self.lora else ""
+        return f"{'x'.join(map(str, self.mesh))} {self.dtype}{adapters}, {self.backend}"
+
+
+SHARDED = (
+    Sharded((4, 2, 1), "bfloat16"),
+    Sharded((4, 1, 2)),
+    # Three rows of an adapter for eight ranks.
+    Sharded((8, 1, 1), lora=3),
+    Sharded((2, 1, 2), "float16", backend="device"),
+)
+# (layout, whether the optimizer is shared out) of one update after the other.
+SHARDED_MOVES = (((4, 2, 1), True), ((2, 2, 2), True), ((1, 4, 2), False))
 
 
 def pairs_of(world: tuple[int, str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

@@ -26,6 +26,7 @@ from comparison import Comparison
 from own_order import add_in_own_order
 from saving import saved_and_loaded
 from scripted_turns import scripted
+from sharded import sharded_optimizers
 from task import Task
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
@@ -140,12 +141,16 @@ class Run:
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
             keeps_entropies=True,
+            shards_optimizer=self.case.shards_optimizer,
         )
         lora = self.recipe.lora and LoraSettings(*self.recipe.lora, TARGETS)
         policy = Policy(self.config, self.train, self.backend, settings, lora)
-        fill_random(policy.weights, SEED, c.INITIAL_SCALE)
-        if policy.adapters is not None:
-            fill_adapters(policy.adapters.weights, SEED)
+        if policy.adapters is None:
+            fill_random(policy.masters, SEED, c.INITIAL_SCALE)
+        else:
+            fill_random(policy.weights, SEED, c.INITIAL_SCALE)
+            fill_adapters(policy.masters, SEED)
+        policy.masters_changed()
         return policy
 
     def _generator(self) -> EmbeddedEngine:
@@ -360,6 +365,8 @@ def run_all(folder: Path, backend: Backend) -> None:
         filled = Mover(backend).filled.__getitem__
         saving = partial(saved_and_loaded, folder / "run", filled=filled)
         parts |= {"round_trips": round_trips, "checkpoints": saving}
+    if any(case.world == world for case in c.SHARDED):
+        parts |= {"sharded": partial(sharded_optimizers, folder / "sharded")}
     for name, part in parts.items():
         started = time.perf_counter()
         result[name] = part(backend)

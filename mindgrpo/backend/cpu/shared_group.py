@@ -17,7 +17,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Group
+from mindgrpo.backend.contract import Group, Share
 from mindgrpo.backend.cpu.host import LocalRanks, SharedSegment
 from mindgrpo.backend.group_cells import GatherBySum, ScatterBySum
 from mindgrpo.backend.kernels.native.library import as_first, operation
@@ -179,6 +179,22 @@ class NativeGroup(SharedGroup):
             )
         )
 
+    def sum_shares(self, array: np.ndarray, shares: Sequence[Share]) -> None:
+        table, kind = _in_bytes(shares, array.itemsize), KINDS[array.dtype.name]
+        self._done(
+            self._library.group_sum_shares(
+                self.kernel_id, kind, _address(array), array.size, _address(table), len(table)
+            )
+        )
+
+    def gather_shares(self, array: np.ndarray, shares: Sequence[Share]) -> None:
+        table = _in_bytes(shares, array.itemsize)
+        self._done(
+            self._library.group_gather_shares(
+                self.kernel_id, _address(array), array.nbytes, _address(table), len(table)
+            )
+        )
+
     def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
         whole = np.empty(int(sizes.sum()), np.uint8)
         self._done(
@@ -192,6 +208,11 @@ class NativeGroup(SharedGroup):
 
 def _forget(library: ctypes.CDLL, kernel_id: int, _: SharedSegment) -> None:
     library.group_forget(kernel_id)
+
+
+def _in_bytes(shares: Sequence[Share], itemsize: int) -> np.ndarray:
+    """Returns int64 [shares, 3] with edges in bytes."""
+    return np.array(shares, np.int64).reshape(-1, 3) * np.array([itemsize, itemsize, 1])
 
 
 def _address(array: np.ndarray) -> int:
@@ -212,6 +233,8 @@ def declare(library: ctypes.CDLL) -> None:
     library.group_barrier.argtypes = [id_]
     library.group_sum_of.argtypes = [id_, small, pointer, number, pointer]
     library.group_gather_bytes.argtypes = [id_, pointer, pointer, pointer]
+    library.group_sum_shares.argtypes = [id_, small, pointer, number, pointer, number]
+    library.group_gather_shares.argtypes = [id_, pointer, number, pointer, number]
 
 
 class PolledGroup(SharedGroup):

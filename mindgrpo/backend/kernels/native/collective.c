@@ -172,7 +172,8 @@ static void add_chunks(Group *g, int half, Kind kind, int64_t bytes, uint32_t ch
     }
 }
 
-static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes, char *out) {
+/* Leaves the sum in the first slot, until the next operation but one. */
+static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes) {
     int half = ++g->number & 1, status = 0;
     uint32_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
     memcpy(slot(g, half, g->index), mine, bytes);
@@ -183,7 +184,6 @@ static int sum_piece(Group *g, Kind kind, const char *mine, int64_t bytes, char 
     }
     if (!status && (last || chunks > 1)) add_chunks(g, half, kind, bytes, chunks);
     if (!status) status = wait_for(g, &g->control->done);
-    if (!status) memcpy(out, slot(g, half, 0), bytes);
     return status ? status : in_step(g);
 }
 
@@ -191,9 +191,24 @@ static int sum_all(Group *g, Kind kind, const void *mine, int64_t total, void *o
     int status = 0;
     for (int64_t at = 0; at < total && !status; at += g->slot_bytes) {
         int64_t bytes = piece_of(total, at, g->slot_bytes);
-        status = sum_piece(g, kind, (const char *)mine + at, bytes, (char *)out + at);
+        status = sum_piece(g, kind, (const char *)mine + at, bytes);
+        if (!status) memcpy((char *)out + at, slot(g, g->number & 1, 0), bytes);
     }
     return status;
+}
+
+/* Which bytes [start, stop) of an array are member `of`'s. */
+typedef struct {
+    int64_t start, stop, of;
+} Share;
+
+/* Copies what a share has of the piece [at, at + bytes) between the array and a slot with the piece. */
+static void copy_share(char *array, char *piece, int into_array, const Share *share, int64_t at, int64_t bytes) {
+    int64_t start = share->start > at ? share->start : at, end = at + bytes;
+    int64_t stop = share->stop < end ? share->stop : end;
+    if (start >= stop) return;
+    if (into_array) memcpy(array + start, piece + (start - at), stop - start);
+    else memcpy(piece + (start - at), array + start, stop - start);
 }
 
 static Group *begin(int32_t id, int *status) {
@@ -244,6 +259,40 @@ int group_gather_bytes(int32_t id, const void *mine, const int64_t *sizes, void 
         char *out = (char *)all + at;
         for (int i = 0; i < g->size && !status; out += sizes[i++])
             if ((bytes = piece_of(sizes[i], at, g->slot_bytes)) > 0) memcpy(out, slot(g, half, i), bytes);
+    }
+    return end(g, status);
+}
+
+/* As group_sum_of, in place, of which a member gets its own shares alone. */
+int group_sum_shares(int32_t id, int32_t kind, void *data, int64_t count, const Share *shares, int64_t num_shares) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    int64_t total = count * item_bytes[kind];
+    for (int64_t at = 0; at < total && !status; at += g->slot_bytes) {
+        int64_t bytes = piece_of(total, at, g->slot_bytes);
+        status = sum_piece(g, kind, (const char *)data + at, bytes);
+        char *sums = slot(g, g->number & 1, 0);
+        for (int64_t i = 0; i < num_shares && !status; i++)
+            if (shares[i].of == g->index) copy_share(data, sums, 1, &shares[i], at, bytes);
+    }
+    return end(g, status);
+}
+
+/* Every member gets the others' shares of `total` bytes, in place. */
+int group_gather_shares(int32_t id, void *data, int64_t total, const Share *shares, int64_t num_shares) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    for (int64_t at = 0; at < total && !status; at += g->slot_bytes) {
+        int half = ++g->number & 1;
+        int64_t bytes = piece_of(total, at, g->slot_bytes);
+        for (int64_t i = 0; i < num_shares; i++)
+            if (shares[i].of == g->index) copy_share(data, slot(g, half, g->index), 0, &shares[i], at, bytes);
+        status = meet(g, INT64_MIN / 2 + total);
+        for (int64_t i = 0; i < num_shares && !status; i++)
+            if (shares[i].of != g->index)
+                copy_share(data, slot(g, half, (int)shares[i].of), 1, &shares[i], at, bytes);
     }
     return end(g, status);
 }
