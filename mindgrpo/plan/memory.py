@@ -24,7 +24,7 @@ from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.activations import activation_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
-from mindgrpo.training.gradient_sync import BUCKET_BYTES
+from mindgrpo.training.optimizer_shares import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import in_model_order, spread

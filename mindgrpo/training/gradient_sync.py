@@ -16,24 +16,14 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.parallel.mesh import DATA_AXES, DENSE
-from mindgrpo.training.optimizer_shares import ShardedTensor, SumOfShares, by_group, shares_in
+from mindgrpo.training.optimizer_shares import (
+    ShardedTensor,
+    SumOfShares,
+    buckets,
+    by_group,
+    shares_in,
+)
 from mindgrpo.weights.local_weights import FusedTensor, Weights
-
-# Large enough for the links, small beside the gradients.
-BUCKET_BYTES = 64 << 20
-
-
-def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Returns the indices of neighbours that share a bucket, by their numbers of float32; a larger one is alone."""
-    by_bucket: list[list[int]] = [[]]
-    room = BUCKET_BYTES // 4
-    for index, size in enumerate(sizes):
-        if by_bucket[-1] and size > room:
-            by_bucket.append([])
-            room = BUCKET_BYTES // 4
-        by_bucket[-1].append(index)
-        room -= size
-    return tuple(map(tuple, by_bucket))
 
 
 class GradientSync(Protocol):
@@ -308,7 +298,7 @@ class DeviceGradientSync:
         if sharded:
             for group, shared in by_group(sharded, backend):
                 tensors = [gradients.parameters[tensor.whole.key] for tensor in shared]
-                cell = SumOfShares(shared, tensors, group, buckets)
+                cell = SumOfShares(shared, tensors, group)
                 self._totals.append(backend.graph(cell, "sum of gradients"))
             own = list(_own_slices(gradients, sums, sharded))
             terms = [_part_of(gradients, entries[term.key], slices) for term, slices in own]

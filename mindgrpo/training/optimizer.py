@@ -21,7 +21,6 @@ from mindgrpo.training.gradient_sync import (
     DeviceGradientSync,
     GradientSync,
     HostGradientSync,
-    buckets,
 )
 from mindgrpo.training.optimizer_shares import (
     DeviceHandOut,
@@ -241,7 +240,7 @@ class AdamW:
             )
         elif is_sharded:
             assert rounded is not None
-            self._hand_out = DeviceHandOut(sharded, rounded, weights, backend, buckets)
+            self._hand_out = DeviceHandOut(sharded, rounded, weights, backend)
         adamw = HostAdamW if on_host or in_host_memory else DeviceAdamW
         roles = weights, gradients, self.first, self.second
         # What is handed out is rounded on its way.

@@ -2,12 +2,12 @@
 
 Which rows follows from two layouts (`sharded_tensors`, pure): the parameters' own, and that of the optimizer's state,
 which is cut once more. Gradients arrive at the rows' owners as sums; updated rows go from these to all. Both happen
-where the values are: in arrays of the host's, or in graphs on the device.
+where the values are: in arrays of the host's, or in graphs on the device, where neighbours share buckets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -21,12 +21,25 @@ from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weights.local_weights import FlatRange, FusedTensor, WeightArrays, Weights, arrange
 
-# From numbers of elements to which neighbours go in one transfer.
-Buckets = Callable[[Sequence[int]], tuple[tuple[int, ...], ...]]
+# Large enough for the links, small beside the gradients.
+BUCKET_BYTES = 64 << 20
+
+
+def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Returns the indices of neighbours that share a bucket, by their numbers of float32; a larger one is alone."""
+    by_bucket: list[list[int]] = [[]]
+    room = BUCKET_BYTES // 4
+    for index, size in enumerate(sizes):
+        if by_bucket[-1] and size > room:
+            by_bucket.append([])
+            room = BUCKET_BYTES // 4
+        by_bucket[-1].append(index)
+        room -= size
+    return tuple(map(tuple, by_bucket))
 
 
 @dataclass(frozen=True)
-class Block:
+class RowBlock:
     """Rows [start, start + rows) of a stored tensor, of which each rank in turn owns the next `share`.
 
     The last ranks own fewer, or none. In the tensor that has a rank's own rows these begin `at`, with room for `share`;
@@ -52,7 +65,7 @@ class ShardedTensor:
     share: FusedTensor
     ranks: tuple[int, ...]
     index: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[RowBlock, ...]
 
     @property
     def row_size(self) -> int:
@@ -96,7 +109,7 @@ def sharded_tensors(layout: Layout, rank: int) -> tuple[ShardedTensor, ...]:
             rows, *others = spec.as_stored(boxes[spec.name].shape)
             # Vectors that are kept one after another are apart; matrices side by side have the same rows.
             places = (0, 0) if others else (start, at)
-            blocks.append(Block(places[0], rows, -(-rows // len(ranks)), places[1]))
+            blocks.append(RowBlock(places[0], rows, -(-rows // len(ranks)), places[1]))
         distinct = tuple(dict.fromkeys(blocks))
         tensors.append(ShardedTensor(whole, share, ranks, ranks.index(rank), distinct))
     return tuple(tensors)
@@ -149,7 +162,7 @@ class HostHandOut:
 class _Rows(nn.Cell):
     """Rows of several tensors of a device, by blocks; sums and gathers of them are subclasses."""
 
-    def __init__(self, tensors: Sequence[ShardedTensor], group: Group, buckets: Buckets) -> None:
+    def __init__(self, tensors: Sequence[ShardedTensor], group: Group) -> None:
         super().__init__()
         self.blocks = tuple(
             tuple((b.start, b.rows, b.share, b.at) for b in tensor.blocks) for tensor in tensors
@@ -175,9 +188,8 @@ class SumOfShares(_Rows):
         tensors: Sequence[ShardedTensor],
         parameters: Sequence[Any],
         group: Group,
-        buckets: Buckets,
     ) -> None:
-        super().__init__(tensors, group, buckets)
+        super().__init__(tensors, group)
         self.parameters = ms.ParameterTuple(parameters)
         self.scatter = group.scatter_sum_cell()
 
@@ -223,9 +235,8 @@ class _GatherOfShares(_Rows):
         masters: Weights,
         trained: Weights,
         group: Group,
-        buckets: Buckets,
     ) -> None:
-        super().__init__(tensors, group, buckets)
+        super().__init__(tensors, group)
         keys = [tensor.whole.key for tensor in tensors]
         self.masters = ms.ParameterTuple([masters.parameters[key] for key in keys])
         self.trained = ms.ParameterTuple([trained.parameters[key] for key in keys])
@@ -274,12 +285,9 @@ class DeviceHandOut:
         trained: Weights,
         masters: Weights,
         backend: Backend,
-        buckets: Buckets,
     ) -> None:
         self._graphs = [
-            backend.graph(
-                _GatherOfShares(shared, masters, trained, group, buckets), "gathered weights"
-            )
+            backend.graph(_GatherOfShares(shared, masters, trained, group), "gathered weights")
             for group, shared in by_group(tensors, backend)
         ]
         self._ticket = Tensor([0.0], ms.float32)
