@@ -201,6 +201,18 @@ def test_unusable_directories_are_one_sentence(directory: Path, tmp_path: Path) 
         load_tokenizer(directory)
 
 
+def test_a_panic_of_the_library_is_one_sentence(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    content["model"]["continuing_subword_prefix"] = "longer than what is merged"
+    path.write_text(json.dumps(content), "utf-8")
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be read: .*; copy"):
+        load_tokenizer(directory)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_template_beside_the_configuration_is_used(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ messages[0].content }}{{ eos_token }}")
     assert load_tokenizer(directory).render(ASKED) == "x<|im_end|>"

@@ -10,13 +10,15 @@ model's code.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Codec
@@ -294,7 +296,7 @@ def read_codec(
 def load_json(path: Path) -> Codec:
     # Strictly first: what the library makes of doubles and of depth is not documented.
     read_json(path, "the tokenizer", "copy it from the model's Hugging Face repository")
-    with reading(str(path)):
+    with reading(str(path)), without_panic_output():
         return Codec.from_file(str(path))
 
 
@@ -304,12 +306,40 @@ def reading(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"{what} cannot be read: {reason}; copy the tokenizer's files from the model's Hugging Face repository"
         ) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    return type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def without_panic_output() -> Iterator[None]:
+    """Withholds what is written to stderr, and drops it if a library panics: Rust prints a panic before it raises it."""
+    if sys.stderr is None:
+        yield
+        return
+    with TemporaryFile() as held:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if is_panic(error):
+                held.truncate(0)
+            raise
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            held.seek(0)
+            os.write(stderr, held.read())
+            os.close(stderr)
 
 
 def load_with_transformers(
@@ -319,7 +349,11 @@ def load_with_transformers(
 
     files = {path.name: path.resolve() for path in folder.iterdir()}
     files |= {name: path.resolve() for name, path in zip(PAIR, pair, strict=False)}
-    with TemporaryDirectory() as named, reading(f"the tokenizer in {folder}"):
+    with (
+        TemporaryDirectory() as named,
+        reading(f"the tokenizer in {folder}"),
+        without_panic_output(),
+    ):
         for name in files.keys() - {"tokenizer.json", "tokenizer_config.json"}:
             Path(named, name).symlink_to(files[name])
         Path(named, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
