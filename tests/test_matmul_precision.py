@@ -102,6 +102,23 @@ def test_a_row_is_bit_for_bit_the_same_in_any_company(parts: int) -> None:
         np.testing.assert_array_equal(alone, together[20 : 20 + count])
 
 
+@pytest.mark.parametrize("parts", (0, *LARGEST_ERROR))
+@pytest.mark.parametrize(
+    "m, k, n, leaves",
+    [(5, 192, 96, 8), (77, 72, 50, 8), (300, 28, 33, 4), (1, 6, 7, 2), (1300, 128, 16, 8)],
+)
+def test_a_tree_is_the_sum_of_the_products_of_its_leaves(
+    m: int, k: int, n: int, leaves: int, parts: int
+) -> None:
+    x, w, summed = random(m, k), random(k, n), np.empty((m, n), np.float32)
+    call_kernel("product", x, w, np.array([parts, leaves], np.int32), summed)
+    pairs = zip(np.split(x, leaves, axis=1), np.split(w, leaves), strict=True)
+    sums = [product(FORMS[0], np.ascontiguousarray(a), b, parts) for a, b in pairs]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    np.testing.assert_array_equal(summed, sums[0])
+
+
 @pytest.mark.parametrize("parts", LARGEST_ERROR)
 def test_what_is_no_number_stays_in_its_row_and_column(parts: int) -> None:
     x, w = random(20, 40), random(40, 70)

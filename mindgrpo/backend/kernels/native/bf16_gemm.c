@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "bf16.h"
+#include "bf16_tree.h"
 #include "gemm.h"
 #include "onednn.h"
 #include "vec16.h"
@@ -98,7 +99,10 @@ static int64_t leaf_bytes(int64_t k, int64_t n, int parts) {
     return whole < 0 || rest < 0 ? -1 : parts * (last * whole + rest);
 }
 
+static int is_tree(Summation sum) { return sum.parts == 1 && sum.leaves > 1 && has_bf16_tree(); }
+
 int64_t packed_matrix_bytes(int64_t k, int64_t n, Summation sum) {
+    if (is_tree(sum)) return tree_matrix_bytes(k, n, sum.leaves);
     int64_t bytes = leaf_bytes(k / sum.leaves, n, sum.parts);
     return bytes < 0 ? -1 : sum.leaves * bytes;
 }
@@ -190,6 +194,10 @@ static void pack_leaf(Member member, int64_t k, int64_t n, const void *b, int is
 
 void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
                  Summation sum, void *packed) {
+    if (is_tree(sum)) {
+        pack_tree_matrix(member, k, n, b, is_bf16, b_row, b_column, sum.leaves, packed);
+        return;
+    }
     int64_t depth = k / sum.leaves, bytes = leaf_bytes(depth, n, sum.parts);
     int64_t step = depth * b_row * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
     for (int i = 0; i < sum.leaves && bytes >= 0; i++)
@@ -326,6 +334,11 @@ static int64_t most_columns(int size, int64_t n) {
 
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                Summation sum, const void *packed, float *c, int64_t ldc) {
+    if (is_tree(sum) && a_column == 1) {
+        if (bf16_gemm_tree(member, m, n, k, sum.leaves, a, a_row, packed, c, ldc))
+            product_failed("no memory for a block of a product");
+        return;
+    }
     int64_t leaf = k / sum.leaves, depth = round_up(leaf, DEPTH_STEP), elements = sum.parts * sum.leaves * depth;
     int64_t fitting = BLOCK_ELEMENTS / elements;
     int64_t most = block_rows(fitting < MOST_ROWS ? fitting : MOST_ROWS, MOST_ROWS);
