@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer as Codec
@@ -320,7 +320,7 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def without_panic_output() -> Iterator[None]:
-    """Withholds what is written to stderr, and drops it if a library panics: Rust prints a panic before it raises it."""
+    """Withholds what is written to stderr; drops it if a library panics: Rust prints a panic before raising it."""
     if sys.stderr is None:
         yield
         return
