@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRow, Placed, micro_batches
@@ -80,7 +80,7 @@ class Logits(nn.Cell):
         self.stage, self.head = Stage(shard, num_positions), Head(shard)
 
     def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
-        return self.head(self.stage(tokens, positions, spans))
+        return self.head(self.stage(tokens, positions, spans, ops.expand_dims(positions, 0)))
 
 
 def train(

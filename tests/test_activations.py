@@ -71,6 +71,19 @@ def test_of_tokens_that_ranks_share_out_each_keeps_its_own(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KEPT_BY)
+def test_of_rows_that_ranks_share_each_keeps_its_own_tokens(kind: Kind) -> None:
+    def kept(again: frozenset[str], *, ranks: int) -> int:
+        one = graphs(kind, tokens=TOKENS // ranks, context_ranks=ranks)
+        return update_bytes(one, stage(4, again, head=1 << 30)).kept
+
+    # Keys and values of the whole row, where they are not gathered again.
+    context = TOKENS * 2 * HEADS.kv * HEADS.dim * graphs(kind).itemsize
+    for again in (NOTHING, frozenset(("mlp",)), BOTH):
+        layers = {NOTHING: 4 * (kind != "native"), BOTH: 1 * (kind != "native")}.get(again, 4)
+        assert kept(again, ranks=2) == kept(again, ranks=1) // 2 + layers * context
+
+
+@pytest.mark.parametrize("kind", KEPT_BY)
 def test_a_layer_that_is_computed_again_keeps_its_input(kind: Kind) -> None:
     two, five = (update_bytes(graphs(kind), stage(layers, BOTH)).kept for layers in (2, 5))
     assert five - two == 3 * TOKENS * HIDDEN * graphs(kind).itemsize

@@ -19,7 +19,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.backend.connect import connect
-from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.contract import AloneGroup, Backend, Group
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.group_cells import ScatterBySum
 from mindgrpo.backend.kernels.ascend import AscendKernels
@@ -99,7 +99,7 @@ def device() -> Backend:
     made = connect(choose_target("CPU", "device"), {})
     made.kernels = AscendKernels(attention_dtype="bfloat16")
     made.compute_dtype = "bfloat16"
-    made.group = lambda ranks: _Four()  # type: ignore[method-assign]
+    made.group = lambda ranks: _Four() if len(ranks) > 1 else AloneGroup(0)  # type: ignore[method-assign]
     return made
 
 
@@ -166,7 +166,7 @@ class Model:
         return x.astype(ms.bfloat16 if self.device.compute_dtype == "bfloat16" else ms.float16)
 
 
-STAGE_INPUTS = (zeros(1, TOKENS), zeros(1, TOKENS, 3))
+STAGE_INPUTS = (zeros(1, TOKENS), zeros(1, TOKENS, 3), zeros(1, 1, TOKENS))
 HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))
 
 

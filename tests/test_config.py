@@ -262,7 +262,7 @@ def test_memory_sizes_are_binary(text: str, size: int) -> None:
     ("key", "value", "instead"),
     [
         ("generate_config.trust_remote_code", "true", "is refused; set it to False"),
-        ("actor_config.parallel_config.context_parallel", "2", "set it to 1"),
+        ("generate_config.parallel_config.context_parallel", "2", "does not have; set it to 1"),
         ("actor_config.parallel_config.pp_interleave_num", "2", "set it to 1"),
     ],
 )

@@ -9,20 +9,26 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.mesh import DENSE, EXPERT, Mesh
 
-MESHES = [Mesh(*axes) for axes in product((1, 2, 3), (1, 2, 4), (1, 2, 5))]
+MESHES = [
+    *(Mesh(*axes) for axes in product((1, 2, 3), (1, 2, 4), (1, 2, 5))),
+    *(Mesh(*axes) for axes in product((1, 2), (1, 2), (1, 3), (2, 4))),
+]
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_rank_is_stage_then_data_then_model(mesh: Mesh) -> None:
+def test_rank_is_stage_then_data_then_context_then_model(mesh: Mesh) -> None:
     array = mesh.ranks()
     for rank in range(mesh.size):
-        stage, data, model = (mesh.index(rank, axis) for axis in ("pp", "dp", "mp"))
-        assert rank == (stage * mesh.dp + data) * mesh.mp + model
-        assert array[stage, data, model] == rank
+        index = tuple(mesh.index(rank, axis) for axis in ("pp", "dp", "cp", "mp"))
+        stage, data, context, model = index
+        assert rank == ((stage * mesh.dp + data) * mesh.cp + context) * mesh.mp + model
+        assert array[index] == rank
 
 
 @pytest.mark.parametrize(
-    "mesh", [*MESHES, Mesh(4, 2, 2, ep=4), Mesh(2, 4, 1, ep=2, emp=2)], ids=str
+    "mesh",
+    [*MESHES, Mesh(4, 2, 2, ep=4), Mesh(2, 4, 1, ep=2, emp=2), Mesh(2, 2, 1, 2, ep=4)],
+    ids=str,
 )
 def test_a_group_shares_every_index_but_its_own(mesh: Mesh) -> None:
     for view in (DENSE, EXPERT):
@@ -65,7 +71,7 @@ def test_groups_hold_plain_integers() -> None:
 
 def test_text_names_the_axes_that_matter() -> None:
     assert str(Mesh(1, 4, 2)) == "DP1/MP4/PP2"
-    assert str(Mesh(2, 4)) == "DP2/MP4"
+    assert str(Mesh(2, 4)) == "DP2/MP4" and str(Mesh(2, 4, cp=2)) == "DP2/MP4/CP2"
 
 
 def test_rank_outside_the_mesh_is_refused_with_the_layout() -> None:

@@ -73,7 +73,7 @@ def sliced(spec: ParameterSpec, mesh: Mesh, rank: int) -> np.ndarray:
     """The rank's part of an array of the parameter's element numbers, cut by slicing again and again."""
     whole = np.arange(prod(spec.shape)).reshape(spec.shape)
     for split in spec.splits:
-        size, index = mesh.size_of((split.axis,)), mesh.index(rank, split.axis)
+        size, index = mesh.size_of(split.axes), mesh.group(rank, split.axes).index(rank)
         length = whole.shape[split.dim]
         units = -(-length // split.unit)
         if split.replicate and size > units:
@@ -90,6 +90,7 @@ NESTED = (
     ParameterSpec("one dim", (13, 3), (Split("ep", 0), Split("emp", 0)), position=0, decay=True),
     ParameterSpec("dense", (7, 9), (Split("mp", 0), Split("dp", 0)), position=0, decay=True),
     ParameterSpec("heads", (8, 3), (Split("dp", 1), Split("mp", 0, 2, True)), position=0, decay=True),
+    ParameterSpec("joined", (13, 5), (Split("mp", 1), Split("dp+cp", 0)), position=0, decay=True),
     ParameterSpec("few", (2, 3, 2), (Split("ep", 0), Split("emp", 1)), position=0, decay=True),
 )  # fmt: skip
 MESHES = [
@@ -98,6 +99,7 @@ MESHES = [
     Mesh(2, 4, 1, ep=2, emp=2),
     Mesh(2, 4, 1, ep=4, emp=2),
     Mesh(8, 1, 1, emp=4),
+    Mesh(2, 2, 1, 3),
 ]
 
 

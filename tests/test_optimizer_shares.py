@@ -26,13 +26,14 @@ from mindgrpo.weights.local_weights import Places, arrange
 
 SPECS = parameter_specs(decoder_config(SHARDED_MODEL, "here"))
 MODELS = {"whole": SPECS, "adapters": adapter_specs(SPECS, LoraSettings(3, 1.0, TARGETS))}
-MESHES = [mesh for mesh in product((2, 3, 8), (1, 2, 4), (1, 2)) if np.prod(mesh) <= 16]
+MESHES = [mesh for mesh in product((2, 3, 8), (1, 2, 4), (1, 2), (1,)) if np.prod(mesh) <= 16]
+MESHES += [(1, 2, 1, 4), (2, 1, 2, 3), (3, 2, 1, 2)]
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_a_ranks_rows_are_its_boxes_and_every_row_has_one_owner(
-    mesh: tuple[int, int, int], model: str
+    mesh: tuple[int, ...], model: str
 ) -> None:
     layout = Layout.of(Mesh(*mesh), MODELS[model])
     own = layout.split_over_data()

@@ -15,7 +15,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 from small_generators import WITH_AVX512
 
 from mindgrpo.algorithm.loss_config import LossConfig
@@ -60,7 +60,7 @@ class Backward(nn.Cell):
         self.backward = LayersBackward(stage, range(NUM_LAYERS), trained, stage.recomputed)
 
     def construct(self, x: Any, dy: Any, positions: Any, spans: Any) -> Any:
-        contexts = self.stage.contexts((positions, spans))
+        contexts = self.stage.contexts((positions, spans, ops.expand_dims(positions, 0)))
         flows = self.stage.flows(x, contexts, NUM_LAYERS)
         return flows[-1], self.backward(x, flows, contexts, dy)
 
@@ -79,6 +79,8 @@ def shard_of(
 
 TOKEN_IDS = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
 SPANS = Tensor(np.zeros((1, TOKENS, 3), np.int32))
+COLUMNS = Tensor(np.arange(TOKENS, dtype=np.int32)[None, None])
+STAGE_INPUTS = (TOKEN_IDS, SPANS, COLUMNS)
 DY = Tensor(np.ones((TOKENS, 32), np.float32))
 
 
@@ -146,12 +148,12 @@ def test_a_stage_that_hands_its_layers_inputs_to_its_backward_pass_computes_them
     shard, trained = shard_of(num_stages=2)
     stage = Stage(shard, TOKENS)
     forward = StageForward(stage)
-    once = products(forward, tmp_path / "forward", TOKEN_IDS, TOKEN_IDS, SPANS)
+    once = products(forward, tmp_path / "forward", TOKEN_IDS, *STAGE_INPUTS)
     assert once == {QKV: NUM_LAYERS, GATE_UP: NUM_LAYERS}
-    _, *flows = forward(TOKEN_IDS, TOKEN_IDS, SPANS)
+    _, *flows = forward(TOKEN_IDS, *STAGE_INPUTS)
     assert len(flows) == NUM_LAYERS
     backward = StageBackward(stage, range(NUM_LAYERS), trained)
-    again = products(backward, tmp_path / "backward", TOKEN_IDS, DY, TOKEN_IDS, SPANS, *flows)
+    again = products(backward, tmp_path / "backward", TOKEN_IDS, DY, *STAGE_INPUTS, *flows)
     assert again == once
 
 
@@ -163,7 +165,7 @@ def test_the_last_stage_computes_all_layers_but_its_last_once_more_with_the_same
     hidden = np.random.default_rng(0).normal(size=(TOKENS, 32)).astype(np.float32)
     x = TOKEN_IDS if num_stages == 1 else Tensor(hidden)
     picks, numbers = Tensor(np.arange(TOKENS, dtype=np.int32)), Tensor(np.ones(TOKENS, np.float32))
-    inputs = (TOKEN_IDS, SPANS, picks, picks, *[numbers] * 5, picks, numbers)
+    inputs = (*STAGE_INPUTS, picks, picks, *[numbers] * 5, picks, numbers)
 
     def step_of(stage: Stage) -> LossStep:
         net = LogProbStage(stage, shard, 1.0, LOGITS_BYTES)
@@ -180,9 +182,9 @@ def test_the_last_stage_computes_all_layers_but_its_last_once_more_with_the_same
 
     again = Stage(shard, TOKENS, WHOLE_LAYERS)
     forward = StageForward(again)
-    ahead = products(forward, tmp_path / "forward", x, TOKEN_IDS, SPANS)
+    ahead = products(forward, tmp_path / "forward", x, *STAGE_INPUTS)
     assert ahead == {QKV: NUM_LAYERS - 1, GATE_UP: NUM_LAYERS - 1}
-    y, *flows = forward(x, TOKEN_IDS, SPANS)
+    y, *flows = forward(x, *STAGE_INPUTS)
     step = step_of(again)
     made = products(step, tmp_path / "step", x, *inputs, *flows, y)
     assert made == {QKV: NUM_LAYERS, GATE_UP: NUM_LAYERS}

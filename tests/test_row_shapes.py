@@ -197,6 +197,14 @@ def test_rows_are_rounded_up_to_tokens_that_ranks_can_share_out() -> None:
     )
 
 
+def test_rows_that_ranks_share_have_whole_blocks_of_columns_on_each() -> None:
+    tree = config(pack_num=1).model_dump(by_alias=True)
+    tree["actor_config"]["parallel_config"] |= {"context_parallel": 3}
+    shared = update_shape(Config.model_validate(tree), ragged=False)
+    assert shared == MicroShape(2, 2592, 1, unit=48, context_ranks=3)
+    assert shared.tokens == 2 * 2592 // 3
+
+
 def test_the_lengths_are_described() -> None:
     (line,) = row_lines(config(packing=False))
     assert line == (

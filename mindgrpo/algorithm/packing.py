@@ -7,12 +7,13 @@ or dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
 
+from mindgrpo.algorithm.context_split import deal_columns
 from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Arrays, Rollout
 from mindgrpo.errors import UserError
 
@@ -44,8 +45,8 @@ PackedRow = tuple[Placed, ...]
 class MicroShape:
     """`rows` x `length` tokens a micro-batch; at most `max_per_row` samples a row, None for as many as fit.
 
-    Of the tokens `picks` predict at most; None for a part of all that holds what is needed. `length` is a multiple of
-    `unit`, so that tokens divide among ranks.
+    Of a rank's tokens `picks` predict at most; None for a part of all that holds what is needed. `length` is a multiple
+    of `unit`, so that tokens divide among ranks. Each of `context_ranks` has as many of a row's columns.
     """
 
     rows: int
@@ -53,10 +54,12 @@ class MicroShape:
     max_per_row: int | None = None
     picks: int | None = None
     unit: int = 1
+    context_ranks: int = 1
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.length
+        """Counts a rank's own tokens of a micro-batch."""
+        return self.rows * self.length // self.context_ranks
 
 
 @dataclass
@@ -154,50 +157,75 @@ def _take(waiting: list[_Bundle], room: int, most: int, picks: int) -> _Bundle |
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What a rank predicts of a sample: completion tokens `offsets`, at `picks` of its predicting positions.
+
+    The sample is number `index` of the micro-batch's; `share` is one over all of its action tokens.
+    """
+
+    sample: int
+    offsets: np.ndarray
+    picks: slice
+    index: int
+    share: float
+
+
+@dataclass(frozen=True)
 class MicroBatch:
-    """int32: `tokens`, `positions` [R, T], `spans` [R, T, 3] (backend/kernels/contract.py); `picks` [M], the positions
-    among R * T that predict, -1 on padding, and `labels` [M], what comes after them. `actions` bool [M] says which
-    labels the policy wrote; padding is none. `arrays` [R, T, ...] are the declared per-token arrays that are inputs.
+    """What a rank computes of rows of T columns, L of them its own: `columns` int32 [G, R, L] are those of each of G
+    ranks that share the rows. L = T without context parallelism.
+
+    int32: `tokens` [R, L]; `positions` [R, T] and `spans` [R, T, 3] (backend/kernels/contract.py) of whole rows;
+    `picks` [M], the positions among R * L that predict, -1 on padding, and `labels` [M], what comes after them.
+    `actions` bool [M] says which labels the policy wrote; padding is none. `arrays` [R, L, ...] are the declared
+    per-token arrays that are inputs.
     """
 
     rows: tuple[PackedRow, ...]
     tokens: np.ndarray
     positions: np.ndarray
     spans: np.ndarray
+    columns: np.ndarray
     picks: np.ndarray
     labels: np.ndarray
     actions: np.ndarray
+    predicted: tuple[Predicted, ...]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
         """Spreads per-sample scalars or per-token arrays over the predicting positions: float32 [M], 0 on padding."""
         out = np.zeros(self.picks.shape, np.float32)
-        for sample, own in self._samples():
-            out[own] = values[sample]
+        for own in self.predicted:
+            of_sample = values[own.sample]
+            out[own.picks] = of_sample[own.offsets] if np.ndim(of_sample) else of_sample
         return out
 
     def gather(self, values: np.ndarray) -> dict[int, np.ndarray]:
-        """Splits [M] values of the predicting positions into arrays [completion length] by sample."""
-        return {sample: values[own].copy() for sample, own in self._samples()}
+        """Splits [M] values of the predicting positions into arrays [completion length] by sample.
+
+        They are 0 for tokens that other ranks predict, so that sums over the ranks are whole.
+        """
+        whole = {
+            placed.sample: np.zeros(placed.completion, values.dtype)
+            for row in self.rows
+            for placed in row
+        }
+        for own in self.predicted:
+            whole[own.sample][own.offsets] = values[own.picks]
+        return whole
 
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays [M]: int32, the first position of each position's sample; float32, one over its action
-        tokens.
+        """Returns two arrays [M]: int32, the number of each position's sample among the micro-batch's, below G * M;
+        float32, one over its action tokens.
 
-        A padding position has itself and 0.
+        A padding position has a number that no sample has, and 0.
         """
-        starts, shares = np.arange(self.picks.size, dtype=np.int32), np.zeros(self.picks.size)
-        for _, own in self._samples():
-            starts[own] = own.start
-            shares[own] = 1.0 / max(1, np.count_nonzero(self.actions[own]))
-        return starts, shares.astype(np.float32)
-
-    def _samples(self) -> Iterator[tuple[int, slice]]:
-        """Yields each sample and its part of the M predicting positions."""
-        start = 0
-        for placed in (placed for row in self.rows for placed in row):
-            yield placed.sample, slice(start, start + placed.completion)
-            start += placed.completion
+        most = len(self.columns) * self.picks.size
+        numbers = np.full(self.picks.size, most - 1, np.int32)
+        shares = np.zeros(self.picks.size, np.float32)
+        for own in self.predicted:
+            numbers[own.picks], shares[own.picks] = own.index, own.share
+        return numbers, shares
 
 
 def num_micro_batches(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
@@ -208,16 +236,54 @@ def num_micro_batches(rows: Sequence[PackedRow], shape: MicroShape, num_shares: 
 def most_picks(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
     """Returns the most predicting positions of any rank's micro-batch."""
     return max(
-        sum(placed.completion for row in batch for placed in row)
+        int(sum((_picks_by_rank(row, shape) for row in batch), np.zeros(1, np.int64)).max())
         for share in range(num_shares)
         for batch in _batches(rows, shape, num_shares, share)
     )
 
 
+def _picks_by_rank(row: PackedRow, shape: MicroShape) -> np.ndarray:
+    """Counts a row's predicting positions on each of the ranks that share it."""
+    if shape.context_ranks == 1:
+        return np.array([sum(placed.completion for placed in row)])
+    owners, _ = _places(deal_columns(_spans_of(row, shape.length), shape.context_ranks))
+    columns = [placed.columns for placed in row]
+    predicting = np.concatenate([*columns, np.zeros(0, np.int64)]).astype(np.int64)
+    return np.bincount(owners[predicting], minlength=shape.context_ranks)
+
+
+def _places(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which rank has each column of a row, and which of its own it is, of `columns` [G, L]."""
+    owners, places = np.empty(columns.size, np.int64), np.empty(columns.size, np.int64)
+    ranks = np.arange(len(columns))[:, None]
+    owners[columns], places[columns] = ranks, np.arange(columns.shape[1])
+    return owners, places
+
+
+def _spans_of(row: PackedRow, length: int) -> np.ndarray:
+    spans = np.zeros((length, 3), np.int32)
+    spans[:, 2] = np.arange(length)  # padding sees itself
+    for placed in row:
+        own = slice(placed.start, placed.start + max(0, placed.completion - 1))
+        spans[placed.prompt_start : placed.prompt_start + placed.prompt] = (
+            0,
+            0,
+            placed.prompt_start,
+        )
+        spans[own] = (placed.prompt_start, placed.prompt, placed.start)
+    return spans
+
+
 def micro_batches(
-    rollout: Rollout, rows: Sequence[PackedRow], shape: MicroShape, num_shares: int, share: int
+    rollout: Rollout,
+    rows: Sequence[PackedRow],
+    shape: MicroShape,
+    num_shares: int,
+    share: int,
+    part: int = 0,
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of data-parallel rank `share` of `num_shares`.
+    """Returns the micro-batches of data-parallel rank `share` of `num_shares`, of which this is rank `part` of context
+    parallelism.
 
     Every rank gets equally many, padded with empty rows. All have as many picks as `shape` says, or the most that any
     rank needs, rounded up to a bucket.
@@ -229,7 +295,7 @@ def micro_batches(
     if need > picks:
         raise ValueError(f"a micro-batch has {need} predicting positions, its shape {picks}")
     batches = _batches(rows, shape, num_shares, share)
-    return [_arrays(rollout, batch, shape.length, picks) for batch in batches]
+    return [_arrays(rollout, batch, shape, picks, part) for batch in batches]
 
 
 def _batches(
@@ -243,39 +309,60 @@ def _batches(
 
 
 def _arrays(
-    rollout: Rollout, rows: tuple[PackedRow, ...], row_length: int, num_picks: int
+    rollout: Rollout, rows: tuple[PackedRow, ...], shape: MicroShape, num_picks: int, part: int
 ) -> MicroBatch:
-    shape = (len(rows), row_length)
-    tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    spans = np.zeros((*shape, 3), np.int32)
-    spans[:, :, 2] = np.arange(row_length)  # padding sees itself
+    whole = len(rows), shape.length
+    tokens, positions = np.zeros(whole, np.int32), np.zeros(whole, np.int32)
+    spans = np.stack([_spans_of(row, shape.length) for row in rows])
+    columns = np.stack([deal_columns(own, shape.context_ranks) for own in spans], 1)
     picks, labels = np.full(num_picks, -1, np.int32), np.zeros(num_picks, np.int32)
     actions = np.zeros(num_picks, bool)
     arrays = {
-        name: np.full((*shape, *declared.trailing), declared.on_context or 0, declared.dtype)
+        name: np.full((*whole, *declared.trailing), declared.on_context or 0, declared.dtype)
         for name, declared in TOKEN_ARRAYS.items()
         if declared.is_input and name in rollout.token_arrays
     }
-    count = 0
-    for index, row in enumerate(rows):
+    predicted: list[Predicted] = []
+    count = index = 0
+    for number, row in enumerate(rows):
+        owners, places = _places(columns[:, number])
         for placed in row:
-            completion = rollout.completion_ids[placed.sample]
+            sample = placed.sample
+            completion, wrote = rollout.completion_ids[sample], rollout.action_mask[sample]
             shared = slice(placed.prompt_start, placed.prompt_start + placed.prompt)
             own = slice(placed.start, placed.start + max(0, placed.completion - 1))
-            tokens[index, shared] = rollout.prompt_ids[placed.sample]
-            tokens[index, own] = completion[:-1]
+            tokens[number, shared] = rollout.prompt_ids[sample]
+            tokens[number, own] = completion[:-1]
             for name, values in arrays.items():
-                values[index, own] = rollout.token_arrays[name][placed.sample][:-1]
-            positions[index, shared] = np.arange(placed.prompt)
-            positions[index, own] = placed.prompt + np.arange(own.stop - own.start)
-            spans[index, shared] = (0, 0, placed.prompt_start)
-            spans[index, own] = (placed.prompt_start, placed.prompt, placed.start)
-            end = count + placed.completion
-            picks[count:end] = index * row_length + placed.columns
-            labels[count:end] = completion
-            actions[count:end] = rollout.action_mask[placed.sample]
-            count = end
-    return MicroBatch(rows, tokens, positions, spans, picks, labels, actions, arrays)
+                values[number, own] = rollout.token_arrays[name][sample][:-1]
+            positions[number, shared] = np.arange(placed.prompt)
+            positions[number, own] = placed.prompt + np.arange(own.stop - own.start)
+            offsets = np.flatnonzero(owners[placed.columns] == part)
+            here = slice(count, count + offsets.size)
+            picks[here] = number * columns.shape[2] + places[placed.columns[offsets]]
+            labels[here] = completion[offsets]
+            actions[here] = wrote[offsets]
+            predicted.append(
+                Predicted(sample, offsets, here, index, 1.0 / max(1, np.count_nonzero(wrote)))
+            )
+            count, index = here.stop, index + bool(placed.completion)
+    mine = columns[part]
+    own_tokens = np.take_along_axis(tokens, mine, 1)
+    own_arrays = {
+        name: values[np.arange(len(rows))[:, None], mine] for name, values in arrays.items()
+    }
+    return MicroBatch(
+        rows,
+        own_tokens,
+        positions,
+        spans,
+        columns,
+        picks,
+        labels,
+        actions,
+        tuple(predicted),
+        own_arrays,
+    )
 
 
 class PackedRollout:
@@ -296,9 +383,14 @@ class PackedRollout:
         return self._pack(chosen, replace(shape, picks=None))
 
     def micro_batches(
-        self, shape: MicroShape, num_shares: int, share: int, members: Sequence[int] | None = None
+        self,
+        shape: MicroShape,
+        num_shares: int,
+        share: int,
+        members: Sequence[int] | None = None,
+        part: int = 0,
     ) -> list[MicroBatch]:
-        return self._micro_batches(self.rows(shape, members), shape, num_shares, share)
+        return self._micro_batches(self.rows(shape, members), shape, num_shares, share, part)
 
 
 def padding_share(rows: Sequence[PackedRow], num_tokens: int) -> float:

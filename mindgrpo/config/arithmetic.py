@@ -14,7 +14,7 @@ from mindgrpo.config.schema import Config
 from mindgrpo.errors import UserError
 
 Works = Callable[[tuple[int, ...]], bool]
-_AXES = ("data_parallel", "model_parallel", "pipeline_stage")
+_AXES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
 # Above this, clipped ratios carry much of the gradient and runs drift from their own samples.
 MANY_UPDATES = 16  # as many as DAPO's paper has
 
@@ -102,11 +102,12 @@ def validate_world(config: Config, world_size: int, works: Works = lambda _: Tru
 
     Proposes layouts for which `works` is true: those that the model allows.
     """
-    for role, parallel, axes in (
+    for role, parallel, most in (
         ("actor_config", config.actor_config.parallel_config, _AXES),
         ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
         ("ref_config", config.ref_config.parallel_config, _AXES),
     ):
+        axes = most if parallel and parallel.context_ranks > 1 else most[:3]
         layout = tuple(getattr(parallel, axis) for axis in axes) if parallel else (world_size,)
         size, is_reference = math.prod(layout), role == "ref_config"
         # The reference may leave ranks idle.
@@ -146,7 +147,9 @@ def nearest_layouts(
     products = itertools.product(divisors, repeat=len(wanted))
     layouts = sorted((one for one in products if math.prod(one) == world_size), key=distance)
     return [
-        "/".join(f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP"), layout, strict=False))
+        "/".join(
+            f"{axis}{size}" for axis, size in zip(("DP", "MP", "PP", "CP"), layout, strict=False)
+        )
         for layout in itertools.islice(filter(works, layouts), 3)
     ]
 

@@ -63,8 +63,16 @@ class ParallelConfig(Section):
         """Tells whether the ranks of a layer share out its tokens between attention and MLP."""
         return False
 
+    @property
+    def context_ranks(self) -> int:
+        """Counts the ranks that share each row of tokens."""
+        return 1
+
 
 class ScoreParallelConfig(ParallelConfig):
+    context_parallel: int = Field(1, ge=1)
+    """number of ranks that share the tokens of each row: attention gathers a row's keys and values, and all else is
+    computed, and kept, of a rank's own tokens; results are the same"""
     use_seq_parallel: bool = False
     """sequence parallelism: the model_parallel ranks of a layer share out the tokens between attention and MLP (norms,
     residuals), which take as much less memory; results are the same"""
@@ -72,6 +80,10 @@ class ScoreParallelConfig(ParallelConfig):
     @property
     def splits_tokens(self) -> bool:
         return self.use_seq_parallel and self.model_parallel > 1
+
+    @property
+    def context_ranks(self) -> int:
+        return self.context_parallel
 
 
 class TrainParallelConfig(ScoreParallelConfig):
@@ -179,8 +191,9 @@ class ActorConfig(Section):
     parallel_config: TrainParallelConfig = TrainParallelConfig()
     recompute_config: RecomputeConfig = RecomputeConfig()
     enable_parallel_optimizer: bool = False
-    """share the optimizer's state (moments, and float32 weights beside narrower ones) out over the data-parallel
-    replicas, of which each updates its share (ZeRO-1); nothing changes with data_parallel 1"""
+    """share the optimizer's state (moments, and float32 weights beside narrower ones) out over the data_parallel x
+    context_parallel ranks that have the same weights, of which each updates its share (ZeRO-1); nothing changes with
+    one such rank"""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
     lora: LoraConfig = LoraConfig()

@@ -16,24 +16,25 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.log_probs import TokenLogProbs
-from mindgrpo.models.parallel_cells import Same
+from mindgrpo.models.parallel_cells import OwnRows, Same
 from mindgrpo.models.shard import Shard
 
 
 class StageInputs(NamedTuple):
-    """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3].
+    """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3], and columns
+    int32 [G, R, T / G] of the G ranks that share the rows.
 
-    Spans as in backend/kernels/contract.py. Graphs take these in this order: a new input is a field here and of the
+    As in backend/kernels/contract.py. Graphs take these in this order: a new input is a field here and of the
     micro-batch, and is named again only by the cell that reads it.
     """
 
     positions: Any
     spans: Any
+    columns: Any
 
 
 class HeadInputs(NamedTuple):
@@ -207,14 +208,27 @@ class Rotary:
     """The tables that a stage's layers need, float32 [positions, 2 D] each, and which of them each layer takes."""
 
     def __init__(self, shard: Shard, num_positions: int) -> None:
-        config = shard.config
+        self.shard, config = shard, shard.config
         local = [config.layers[index].is_local for index in shard.layers]
         kinds = sorted(set(local))
         self.tables = [rotary_table(config, num_positions, is_local) for is_local in kinds]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
-    def attention(self, kernels: Kernels, heads: Heads, kind: int, is_causal: bool) -> nn.Cell:
-        return kernels.attention(heads, self.tables[kind], is_causal)
+    def context(self, kind: int, is_causal: bool) -> nn.Cell:
+        """Returns the cell (*StageInputs) -> what attention of layers of that kind takes of them."""
+        group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
+        if group.size == 1:
+            return OwnRows(kernels.rope_and_mask(table, is_causal))
+        return kernels.context_inputs(table, group.index)
+
+    def attention(self, heads: Heads, kind: int, is_causal: bool, gathers_again: bool) -> nn.Cell:
+        """Returns the attention of packed rows, or of the own tokens of rows that ranks share."""
+        group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
+        if group.size == 1:
+            return kernels.attention(heads, table, is_causal)
+        gather = self.shard.gather_context()
+        how = group.index, gather, gather.scatter, gathers_again
+        return kernels.context_attention(heads, table, *how)
 
 
 class Stage(nn.Cell):
@@ -231,14 +245,14 @@ class Stage(nn.Cell):
         is_causal: bool = False,
     ) -> None:
         super().__init__()
-        kernels, heads = shard.kernels, shard.attended_heads()
+        heads = shard.attended_heads()
         self.is_first = shard.is_first
         if shard.is_first:
             self.embed = Embedding(shard)
         rotary = Rotary(shard, num_positions)
         self.rotary_of = rotary.of_layer
         self.rope_and_masks = nn.CellList(
-            [kernels.rope_and_mask(table, is_causal) for table in rotary.tables]
+            [rotary.context(kind, is_causal) for kind in range(len(rotary.tables))]
         )
         self.recomputed = tuple(recompute.whole_layer(index) for index in shard.layers)
         # A graph of its own then makes what layers get. The last stage's keeps the last layer, which is needed at once.
@@ -251,7 +265,8 @@ class Stage(nn.Cell):
             is_last_kept = all_again and index == shard.layers[-1]
             are_kept = shard.is_last and (is_last_kept or not recompute.applies_to(index))
             of_layer = sharing.within(recompute.applies_to(index)).keeping(are_kept)
-            attend = of_layer.cell(rotary.attention, kernels, heads, kind, is_causal)
+            again = are_kept and shard.context_group.size > 1
+            attend = of_layer.cell(rotary.attention, heads, kind, is_causal, again)
             layer = Layer(of_layer, index, attend, gets_sum=True)
             recompute.apply(layer, index)
             layers.append(SummedLayer(layer))
@@ -269,10 +284,10 @@ class Stage(nn.Cell):
 
     def contexts(self, inputs: Any) -> Any:
         """Makes each layer's context of StageInputs."""
-        positions, spans = inputs
+        positions, spans, columns = inputs
         tables = []
         for rope_and_mask in self.rope_and_masks:
-            tables.append(rope_and_mask(positions, spans))
+            tables.append(rope_and_mask(positions, spans, columns))
         contexts = []
         for table in self.rotary_of:
             contexts.append(tables[table])

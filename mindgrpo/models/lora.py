@@ -70,7 +70,7 @@ def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
     def factor(name: str, key: str, shape: tuple[int, int], dim: int) -> ParameterSpec:
         kept = tuple(split for split in spec.splits if split.dim == dim)
         # What a rank holds whole, it sees only its own part of the gradient of.
-        partial = {split.axis for split in spec.splits if split.dim != dim}
+        partial = {axis for split in spec.splits if split.dim != dim for axis in split.axes}
         summed_over = spec.summed_over | partial
         return replace(
             spec, name=name, fused_key=key, shape=shape, splits=kept, summed_over=summed_over

@@ -156,6 +156,28 @@ class Leave(nn.Cell):
         return self.cell(y)
 
 
+class OwnRows(nn.Cell):
+    """(positions, spans, columns) -> what `cell` makes of the first two, of rows that no other rank shares."""
+
+    def __init__(self, cell: nn.Cell) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
+        return self.cell(positions, spans)
+
+
+class SumOverTokens(nn.Cell):
+    """The sum over a group whose ranks have tokens of their own, and all use it: so its gradient is a sum as well."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.copy, self.reduce = CopyTo(group, False), ReduceFrom(group, True, False)
+
+    def construct(self, x: Any) -> Any:
+        return self.copy(self.reduce(x))
+
+
 class Float32Gradient(nn.Cell):
     """The identity of a weight, whose gradients are added up in float32."""
 

@@ -13,7 +13,7 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
-from mindgrpo.backend.contract import Backend, Link
+from mindgrpo.backend.contract import Backend, Group, Link
 from mindgrpo.models.decoder import (
     KEEP_ALL,
     HeadInputs,
@@ -26,6 +26,9 @@ from mindgrpo.models.decoder import (
 )
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
+
+# Of a micro-batch's predicting positions, log-probs and entropies, float32 [M] each; or of a sample's completion.
+Predictions = tuple[np.ndarray, np.ndarray]
 
 
 class ForwardPipeline:
@@ -85,9 +88,7 @@ class ForwardPipeline:
         y, *flows = made if isinstance(made, tuple) else (made,)
         return y, flows
 
-    def log_probs(
-        self, batches: Sequence[MicroBatch]
-    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
+    def log_probs(self, batches: Sequence[MicroBatch]) -> list[Predictions] | None:
         """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage."""
         results = []
         for i, batch in enumerate(batches):
@@ -111,6 +112,26 @@ def shape_choice(shard: Shard, backend: Backend, widest: MicroShape) -> ShapeCho
     return ShapeChoice(widest, 0.0 if backend.kernels.ragged else shard.config.column_cost)
 
 
+def by_sample(
+    batches: Sequence[MicroBatch], results: Sequence[Predictions] | None, group: Group
+) -> dict[int, Predictions]:
+    """Splits micro-batches' `results` by sample, float32 [completion length] each; nothing without results.
+
+    `group` are the ranks that share the rows, each of which has the results of its own tokens; all of them together.
+    """
+    samples: dict[int, Predictions] = {}
+    for micro, (logps, entropies) in zip(batches, results or [], strict=bool(results)):
+        entropy = micro.gather(entropies)
+        samples |= {i: (own, entropy[i]) for i, own in micro.gather(logps).items()}
+    if group.size > 1 and samples:
+        arrays = [own for pair in samples.values() for own in pair]
+        ends = np.cumsum([own.size for own in arrays])
+        # What another rank predicts is 0 here, so that the sum adds nothing to a number.
+        whole = iter(np.split(group.sum_array(np.concatenate(arrays)), ends[:-1]))
+        samples = {i: (next(whole), next(whole)) for i in samples}
+    return samples
+
+
 def compute_log_probs(
     pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> list[np.ndarray]:
@@ -122,11 +143,11 @@ def compute_log_probs(
     if pipeline is not None:
         index = mesh.index(backend.rank, "dp")
         shape = pipeline.shapes.choose(packed, mesh.dp)
-        batches = packed.micro_batches(shape, mesh.dp, index)
-        results = pipeline.log_probs(batches)
-        if results is not None and mesh.index(backend.rank, "mp") == 0:
-            for batch, (logps, _) in zip(batches, results, strict=True):
-                own |= batch.gather(logps)
+        part = mesh.index(backend.rank, "cp")
+        batches = packed.micro_batches(shape, mesh.dp, index, part=part)
+        samples = by_sample(batches, pipeline.log_probs(batches), pipeline.shard.context_group)
+        if mesh.group(backend.rank, ("cp", "mp"))[0] == backend.rank:
+            own = {i: logps for i, (logps, _) in samples.items()}
     merged: dict[int, np.ndarray] = {}
     for logps_of_rank in backend.world.gather_objects(own):
         merged |= logps_of_rank

@@ -107,6 +107,8 @@ class Shard:
         self.weights = weights
         self.backend = backend
         self.group: Group = backend.group(mesh.group(weights.rank, ("mp",)))
+        # Ranks that share rows of tokens.
+        self.context_group: Group = backend.group(mesh.group(weights.rank, ("cp",)))
         tp_size = mesh.mp
         self.token_shares = layout.token_shares
         # The decoder computes stages of one chunk.
@@ -192,6 +194,10 @@ class Shard:
         if self.token_shares > 1:
             return self.cell(GatherTokens, self.group, self.backend.sums_in_float32, True)
         return self.cell(Same)
+
+    def gather_context(self) -> GatherTokens:
+        """Returns what gathers keys and values of the ranks that share rows."""
+        return GatherTokens(self.context_group, self.backend.sums_in_float32)
 
     @property
     def leaves(self) -> int:

@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 from mindgrpo.errors import UserError
 
 # Axes from the outermost on: neighbours along the last one are adjacent ranks.
-DENSE = ("pp", "dp", "mp")
-# The ranks of a stage folded anew: edp * ep * emp = dp * mp.
+DENSE = ("pp", "dp", "cp", "mp")
+# The ranks of a stage folded anew: edp * ep * emp = dp * cp * mp.
 EXPERT = ("pp", "edp", "ep", "emp")
 # Axes whose ranks see other tokens: all gradients are sums over those of their view.
-DATA_AXES = frozenset(("dp", "edp"))
+DATA_AXES = frozenset(("dp", "cp", "edp"))
 DENSE_DATA = DATA_AXES.intersection(DENSE)
 # Keys of a parallel_config.
 CONFIG_KEYS = {
     "dp": "data_parallel",
+    "cp": "context_parallel",
     "mp": "model_parallel",
     "pp": "pipeline_stage",
     "ep": "expert_parallel",
@@ -49,6 +50,7 @@ class Mesh:
     dp: int
     mp: int
     pp: int = 1
+    cp: int = 1
     ep: int = 1
     emp: int = 1
     spacing: int = 1
@@ -61,16 +63,17 @@ class Mesh:
                     f"{key} is {value!r}, but the axes of a layout are whole numbers from 1 up; "
                     f"set {key} to 1 or more in the parallel_config."
                 )
-        if self.dp * self.mp % (self.ep * self.emp):
+        stage = self.dp * self.cp * self.mp
+        if stage % (self.ep * self.emp):
             raise UserError(
-                f"expert_parallel {self.ep} x expert_model_parallel {self.emp} does not divide the {self.dp * self.mp} "
-                "ranks of a stage (data_parallel x model_parallel); lower one of them in the parallel_config."
+                f"expert_parallel {self.ep} x expert_model_parallel {self.emp} does not divide the {stage} ranks of a "
+                "stage (data_parallel x context_parallel x model_parallel); lower one of them in the parallel_config."
             )
 
     @property
     def edp(self) -> int:
         """Counts the ranks of a stage that hold the same experts."""
-        return self.dp * self.mp // (self.ep * self.emp)
+        return self.dp * self.cp * self.mp // (self.ep * self.emp)
 
     def size_of(self, axes: Iterable[str]) -> int:
         return prod(getattr(self, axis) for axis in axes)
@@ -129,4 +132,5 @@ class Mesh:
     def __str__(self) -> str:
         text = f"DP{self.dp}/MP{self.mp}"
         text += f"/PP{self.pp}" if self.pp > 1 else ""
+        text += f"/CP{self.cp}" if self.cp > 1 else ""
         return text + (f"/EP{self.ep}/EMP{self.emp}" if self.ep * self.emp > 1 else "")

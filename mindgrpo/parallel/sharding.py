@@ -29,13 +29,18 @@ T = TypeVar("T")
 class Split:
     """A cut of `dim` over the ranks of mesh axis `axis`, in steps of `unit` elements.
 
-    `replicate` lets neighbouring ranks share a unit where there are fewer units than ranks.
+    `axis` may join several of a view by "+", from the outermost on: all their ranks in turn. `replicate` lets
+    neighbouring ranks share a unit where there are fewer units than ranks.
     """
 
     axis: str
     dim: int
     unit: int = 1
     replicate: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.axis.split("+"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class ParameterSpec:
 
     def __post_init__(self) -> None:
         view_of(self.axes)
-        if len(self.axes) != len(self.splits):
+        if len(self.axes) != sum(len(split.axes) for split in self.splits):
             raise ValueError(
                 f"{self.name} is split twice over one axis, so that parts of it are nowhere"
             )
@@ -76,7 +81,7 @@ class ParameterSpec:
     @property
     def axes(self) -> tuple[str, ...]:
         """Lists the axes that it is split over."""
-        return tuple(dict.fromkeys(split.axis for split in self.splits))
+        return tuple(dict.fromkeys(axis for split in self.splits for axis in split.axes))
 
     @property
     def key(self) -> str:
@@ -90,8 +95,8 @@ class ParameterSpec:
     def split_over_data(self) -> ParameterSpec:
         """Cuts a rank's part once more, along its first stored dim, over the ranks that its gradient is summed over."""
         first, *_ = self.as_stored(range(len(self.shape)))
-        added = tuple(Split(axis, first) for axis in sorted(self.data_axes))
-        return replace(self, splits=self.splits + added)
+        axes = (axis for axis in view_of(self.data_axes) if axis in self.data_axes)
+        return replace(self, splits=(*self.splits, Split("+".join(axes), first)))
 
     def as_stored(self, dims: Sequence[T]) -> tuple[T, ...]:
         """Orders what is given for each dim of `shape` as the stored tensor's dims are."""
@@ -176,13 +181,16 @@ def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
     """Returns the part of ranks at `index`, by axis: shares are rounded up, so the last may be short or empty."""
     start, stop = [0] * len(spec.shape), list(spec.shape)
     for split in spec.splits:
-        size, dim = getattr(mesh, split.axis), split.dim
-        if not 0 <= index[split.axis] < size:
-            raise IndexError(f"index {index[split.axis]} is outside axis {split.axis} of {mesh}")
+        size, dim, at = mesh.size_of(split.axes), split.dim, 0
+        for axis in split.axes:
+            extent = getattr(mesh, axis)
+            if not 0 <= index[axis] < extent:
+                raise IndexError(f"index {index[axis]} is outside axis {axis} of {mesh}")
+            at = at * extent + index[axis]
         units = -(-(stop[dim] - start[dim]) // split.unit)
         copies = _copies(spec, split, size, units)
         share = -(-units // (size // copies)) * split.unit
-        start[dim] = min(stop[dim], start[dim] + index[split.axis] // copies * share)
+        start[dim] = min(stop[dim], start[dim] + at // copies * share)
         stop[dim] = min(stop[dim], start[dim] + share)
     return Box(tuple(start), tuple(stop))
 
@@ -288,9 +296,14 @@ class Layout:
         return Layout(mesh, self.specs, ((range(self.num_layers),),))
 
     @property
+    def num_replicas(self) -> int:
+        """Counts the ranks, with other tokens each, that gradients are summed over."""
+        return max(self.mesh.size_of(spec.data_axes) for spec in self.specs)
+
+    @property
     def has_replicas(self) -> bool:
         """Whether gradients are summed over ranks that hold the same parameters."""
-        return any(self.mesh.size_of(spec.data_axes) > 1 for spec in self.specs)
+        return self.num_replicas > 1
 
     def split_over_data(self) -> Layout:
         """Shares parameters out over the ranks that hold the same: how these keep an optimizer's state (ZeRO-1,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mindgrpo.algorithm.context_split import COLUMNS_A_RANK
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.row_shapes import MAX_SHAPES, SHORTEST, row_lengths
 from mindgrpo.backend.connect import keeps_slots
@@ -59,7 +60,9 @@ class Graphs:
     a row is one sample, and fused attention takes a mask of one fixed size. `merged` bytes are used while a layer adds
     an adapter's product to its largest matrix. Between products, a rank has one of `token_shares` shares of the tokens.
     It gathers the others for a product and, with `gathers_again`, again for its gradient; else, and in layers of which
-    something is recomputed, they are kept in between.
+    something is recomputed, they are kept in between. `context_ranks` share a row, of which `tokens` are the rank's
+    own: it gathers keys and values, and native kernels do so again for the gradient, in layers of which nothing is
+    recomputed.
     """
 
     kind: Kind
@@ -74,6 +77,7 @@ class Graphs:
     merged: int = 0
     token_shares: int = 1
     gathers_again: bool = True
+    context_ranks: int = 1
 
     @property
     def flow(self) -> int:
@@ -84,6 +88,14 @@ class Graphs:
     def gathered(self) -> int:
         """Returns the bytes of all tokens' hidden states beside the own ones; 0 where these are all."""
         return self.flow * self.token_shares if self.token_shares > 1 else 0
+
+    @property
+    def context(self) -> int:
+        """Returns the bytes of gathered keys and values; 0 where no ranks share rows."""
+        if self.context_ranks == 1:
+            return 0
+        heads = self.block.heads
+        return self.tokens * self.context_ranks * 2 * heads.kv * heads.dim * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -163,7 +175,7 @@ def forward_bytes(graphs: Graphs, has_head: bool) -> int:
     if graphs.kind == "plain":
         attention = 2 * heads.queries * graphs.row_length * FLOAT + 2 * (heads.width + mixed) * size
         mlp = 5 * block.inner * FLOAT
-    inside = graphs.tokens * max(attention, mlp) + graphs.merged
+    inside = max(graphs.tokens * attention + graphs.context, graphs.tokens * mlp) + graphs.merged
     layer = 4 * graphs.flow + graphs.gathered + inside + _sum(graphs)
     head = graphs.flow + graphs.gathered + _head(graphs, False) if has_head else 0
     return max(layer, head) + _mask(graphs)
@@ -173,11 +185,13 @@ def _kept(graphs: Graphs, again: frozenset[str]) -> int:
     """Returns the bytes that a layer keeps from its forward to its backward pass."""
     if again == WHOLE_LAYER:
         return graphs.flow
-    return _norms(graphs, again) + _modules(graphs, WHOLE_LAYER - again)
+    gathers_again = graphs.kind == "native" and not again
+    context = 0 if gathers_again else graphs.context
+    return _norms(graphs, again) + _modules(graphs, WHOLE_LAYER - again) + context
 
 
 def _recomputed(graphs: Graphs, again: frozenset[str]) -> int:
-    norms = _norms(graphs, again) if again == WHOLE_LAYER else 0
+    norms = _norms(graphs, again) + graphs.context if again == WHOLE_LAYER else 0
     return norms + _modules(graphs, again)
 
 
@@ -231,8 +245,9 @@ def _backward(graphs: Graphs) -> int:
     attention = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT
-    # Attention follows when the MLP's share has been released.
-    largest = graphs.tokens * max(mlp, attention - _mlp(graphs))
+    # Attention follows when the MLP's share has been released. Gathered keys and values, and their gradients.
+    context = 2 * graphs.context
+    largest = max(graphs.tokens * mlp, graphs.tokens * (attention - _mlp(graphs)) + context)
     return 2 * graphs.flow + graphs.gathered + largest + _sum(graphs)
 
 
@@ -240,7 +255,7 @@ def _mask(graphs: Graphs) -> int:
     """Returns the bytes of the mask of all rows, which every layer takes; the processor's kernels read spans."""
     if graphs.kind == "native":
         return 0
-    if graphs.kind == "fused" and graphs.is_causal:
+    if graphs.kind == "fused" and graphs.is_causal and graphs.context_ranks == 1:
         return CAUSAL_MASK
     return graphs.tokens * graphs.row_length * (1 if graphs.kind == "fused" else FLOAT)
 
@@ -277,6 +292,7 @@ def _micro_shape(config: Config, rows: int, ragged: bool, parallel: ParallelConf
 
     Rounded up where ranks share out the tokens.
     """
+    ranks = parallel.context_ranks
     rl, generate = config.rl_config, config.generate_config
     per_row, length = rl.pack_num if rl.packing else 1, rl.seq_length
     # Environments may give prompts of their own, of any length.
@@ -286,8 +302,10 @@ def _micro_shape(config: Config, rows: int, ragged: bool, parallel: ParallelConf
     if ragged and rl.packing:
         rows, length, per_row = 1, rows * length, per_row and rows * per_row
     shares = parallel.model_parallel if parallel.splits_tokens else 1
-    unit = shares // math.gcd(rows, shares)
-    return MicroShape(rows, -(-length // unit) * unit, per_row, unit=unit)
+    unit = ranks * (shares // math.gcd(rows, shares))
+    if ranks > 1:
+        unit = math.lcm(unit, ranks * COLUMNS_A_RANK)
+    return MicroShape(rows, -(-length // unit) * unit, per_row, unit=unit, context_ranks=ranks)
 
 
 def row_lines(config: Config) -> list[str]:
@@ -374,6 +392,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         merged=_merged_bytes(plan, block) if layout is plan.train else 0,
         token_shares=layout.token_shares,
         gathers_again=plan.lora is None,
+        context_ranks=shape.context_ranks,
     )
 
 

@@ -175,7 +175,7 @@ def _memory_for_time(plan: RunPlan) -> Iterator[Change]:
         )
         yield Change("recompute", values, cost, 1)
     if plan.trained.has_replicas and not actor.enable_parallel_optimizer:
-        cost = f"{plan.train.mesh.dp} replicas share out the optimizer's state and gather weights in every update"
+        cost = f"{plan.train.num_replicas} replicas share out the optimizer's state and gather weights in every update"
         yield Change("sharding", {"actor_config.enable_parallel_optimizer": True}, cost, 1)
     if not actor.optimizer.opt_offload:
         trained, updated = plan.trained_bytes(LARGEST), plan.optimizer_bytes(LARGEST)

@@ -20,6 +20,7 @@ from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.parallel.mesh import DENSE_DATA
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.activations import activation_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
@@ -125,7 +126,8 @@ def group_bytes(plan: RunPlan) -> int:
     groups = {tuple(range(plan.world_size))}
     for layout in (plan.train, plan.infer, plan.reference):
         if layout is not None:
-            groups |= {layout.mesh.group(0, axes) for axes in (("mp",), ("dp",), ("pp",))}
+            axes = ("mp",), ("cp",), DENSE_DATA, ("pp",)
+            groups |= {layout.mesh.group(0, own) for own in axes}
     return plan.config.context.target.group_bytes * sum(len(ranks) > 1 for ranks in groups)
 
 
@@ -138,7 +140,7 @@ def _checksum_bytes(plan: RunPlan) -> int:
 
 def _sum_bytes(plan: RunPlan) -> int:
     """Returns the bytes for summing gradients over data-parallel ranks: a bucket, a rank's share, and the sum."""
-    num_ranks = plan.train.mesh.dp
+    num_ranks = plan.train.num_replicas
     if num_ranks == 1:
         return 0
     bucket = max(BUCKET_BYTES, _largest(plan.trained) * FLOAT_BYTES)

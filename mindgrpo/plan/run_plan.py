@@ -280,9 +280,9 @@ class RunPlan:
         stages = "+".join(str(sum(map(len, own))) for own in self.train.stage_layers)
         reference = "none (beta is 0)"
         if self.reference is not None:
-            reference = f"{self.reference.mesh}{_sequence_parallel(self.reference)}"
+            reference = f"{self.reference.mesh}{_shared_tokens(self.reference)}"
         return [
-            f"train {self.train.mesh}, stages of {stages} layers{_sequence_parallel(self.train)}",
+            f"train {self.train.mesh}, stages of {stages} layers{_shared_tokens(self.train)}",
             *self._sharding_lines(),
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
@@ -292,12 +292,15 @@ class RunPlan:
     def _sharding_lines(self) -> list[str]:
         if not self.shards_optimizer:
             is_asked = self.config.actor_config.enable_parallel_optimizer
-            why = "the optimizer's state is whole on every rank: enable_parallel_optimizer needs data_parallel above 1"
+            why = (
+                "the optimizer's state is whole on every rank: enable_parallel_optimizer needs data_parallel or "
+                "context_parallel above 1"
+            )
             return [why] if is_asked else []
         after = (2 + self.has_masters) * self.optimizer_bytes(LARGEST)
         before = (2 + self._rounds_masters) * self.trained_bytes(LARGEST)
         return [
-            f"the optimizer's state shared out over {self.train.mesh.dp} replicas: {format_bytes(after)} a rank "
+            f"the optimizer's state shared out over {self.train.num_replicas} replicas: {format_bytes(after)} a rank "
             f"instead of {format_bytes(before)}"
         ]
 
@@ -321,8 +324,9 @@ class RunPlan:
         ]
 
 
-def _sequence_parallel(layout: Layout) -> str:
-    return ", sequence parallel" if layout.splits_tokens else ""
+def _shared_tokens(layout: Layout) -> str:
+    context = f", {layout.mesh.cp} ranks a row" if layout.mesh.cp > 1 else ""
+    return context + (", sequence parallel" if layout.splits_tokens else "")
 
 
 def share_of(layout: Layout, stage: int) -> int:
@@ -391,6 +395,11 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
 
 def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
     """Lays out the whole model. Raises UserError."""
-    mesh = Mesh(degrees.data_parallel, degrees.model_parallel, degrees.pipeline_stage)
+    mesh = Mesh(
+        degrees.data_parallel,
+        degrees.model_parallel,
+        degrees.pipeline_stage,
+        degrees.context_ranks,
+    )
     splits_tokens = degrees.splits_tokens
     return Layout.of(mesh, parameter_specs(model, splits_tokens), offset, splits_tokens)

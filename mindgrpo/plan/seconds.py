@@ -284,8 +284,11 @@ class Roofline:
         merged = {kind: micro_batches * value for kind, value in each[slowest].items()}
         return PhaseSeconds(name, merged | {"idle": idle}, limit, stages[slowest] * micro_batches)
 
-    def _passes(self, samples: SampleCounts, shape: MicroShape, shares: int) -> tuple[int, Passes]:
-        """Returns each rank's micro-batches of `samples`, and the tokens of one."""
+    def _passes(
+        self, samples: SampleCounts, shape: MicroShape, layout: Layout
+    ) -> tuple[int, Passes]:
+        """Returns each rank's micro-batches of `samples`, and its own tokens of one."""
+        shares, ranks = layout.mesh.dp, layout.mesh.cp
         if self.counts.fits_rows:
             column_cost = 0.0 if self._ragged else self.plan.model.column_cost
             number, shape = samples.in_rows(shape, shares, column_cost)
@@ -294,13 +297,13 @@ class Roofline:
             shape = replace(shape, length=max(shape.length, whole))
             number = samples.micro_batches(shape, shares)
         own = replace(samples, count=samples.count / (number * shares))
-        pairs = own.pairs
+        pairs = own.pairs / ranks
         if self.counts.whole_mask:
             pairs = shape.tokens * shape.length
-            if self.counts.is_causal and self._is_fused and shape.max_per_row == 1:
+            if self.counts.is_causal and self._is_fused and shape.max_per_row == 1 and ranks == 1:
                 pairs /= 2
         bucket = math.ceil(shape.tokens / PICK_BUCKETS)
-        picks = max(1, math.ceil(own.count * own.completion / bucket)) * bucket
+        picks = max(1, math.ceil(own.count * own.completion / ranks / bucket)) * bucket
         return number, Passes(shape.tokens, picks, pairs)
 
     def _forward_stages(self, layout: Layout, passes: Passes) -> list[Work]:
@@ -324,7 +327,7 @@ class Roofline:
 
     def _reference(self, layout: Layout) -> PhaseSeconds:
         shape = reference_shape(self.plan.config, self._ragged)
-        number, passes = self._passes(self.samples, shape, layout.mesh.dp)
+        number, passes = self._passes(self.samples, shape, layout)
         stages = self._forward_stages(layout, passes)
         limit = self._token_limit(1)
         return self._pipelined("reference", stages, number, layout.mesh.mp, limit)
@@ -332,7 +335,7 @@ class Roofline:
     def _old_logps(self) -> PhaseSeconds:
         layout = self.plan.train
         shape = update_shape(self.plan.config, self._ragged)
-        number, passes = self._passes(self.samples, shape, layout.mesh.dp)
+        number, passes = self._passes(self.samples, shape, layout)
         stages = self._forward_stages(layout, passes)
         limit = self._token_limit(1)
         return self._pipelined("old_logps", stages, number, layout.mesh.mp, limit)
@@ -343,7 +346,7 @@ class Roofline:
         layout, updates = plan.train, plan.batch.updates_per_step
         a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
         shape = update_shape(plan.config, self._ragged)
-        number, passes = self._passes(a_pass, shape, layout.mesh.dp)
+        number, passes = self._passes(a_pass, shape, layout)
         layers, last = self._layers(layout), layout.mesh.pp - 1
         stages = []
         for stage, forward in enumerate(self._forward_stages(layout, passes)):
@@ -373,7 +376,7 @@ class Roofline:
         trained, updates = plan.trained_bytes(LARGEST) / FLOAT, plan.batch.updates_per_step
         # All gradients are cleared, and of those that a rank updates all the rest is done.
         updated = plan.optimizer_bytes(LARGEST) / FLOAT
-        dp = plan.train.mesh.dp
+        dp = plan.train.num_replicas
         summed, sums = trained * FLOAT, 1
         if plan.shards_optimizer:
             # Each is half of a sum: gradients are scattered, and weights gathered in the compute dtype.
@@ -454,7 +457,7 @@ class Roofline:
         updates = plan.batch.updates_per_step
         a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
         shape = update_shape(plan.config, self._ragged)
-        number, _ = self._passes(a_pass, shape, plan.train.mesh.dp)
+        number, _ = self._passes(a_pass, shape, plan.train)
         gathers = GATHERS * updates
         work = Work(
             waits=READS * number * updates + 2 * gathers,

@@ -212,6 +212,8 @@ class LayerWork:
         own = 10 * self.hidden / layout.token_shares
         self.between = itemsize * (own + 2 * heads.width + mixed + 5 * inner)
         self.has_adapters = plan.lora is not None
+        # Keys and values of the ranks that share rows; processors' kernels gather them again for gradients.
+        self.others, self.context_again = layout.mesh.cp - 1, float(counts.is_serial)
 
     def _sums(self, number: float, tokens: float) -> Work:
         """`number` sums of hidden states over the model group, and casts where they are float32 beside narrower."""
@@ -224,6 +226,13 @@ class LayerWork:
         calls = 2 * number if self.sums_in_halves else number
         return Work(summed=summed, sums=calls, memory=casts)
 
+    def _context(self, number: float, tokens: float) -> Work:
+        """Counts `number` gathers of keys and values, or scattered sums of their gradients, of `tokens` own ones."""
+        if not self.others:
+            return Work()
+        sent = number * self.others * tokens * self.kv_width * self.itemsize
+        return Work(sent=sent, sums=number)
+
     def forward(self, passes: Passes, layers: int, has_head: bool) -> Work:
         """Counts a forward graph without its launches."""
         work = Work(
@@ -233,6 +242,7 @@ class LayerWork:
             memory=passes.tokens * self.between * layers,
         )
         work += self._sums(FORWARD_SUMS * layers, passes.tokens)
+        work += self._context(layers, passes.tokens)
         return work + self.head(passes.picks, 1) if has_head else work
 
     def head(self, picks: float, products: int) -> Work:
@@ -274,6 +284,8 @@ class LayerWork:
         )
         sums += self.gathered_again * max(0.0, 1 - recomputed)
         work += self._sums(sums * layers, passes.tokens)
+        gathers = forwards + 1 + self.context_again * max(0.0, 1 - recomputed)
+        work += self._context(gathers * layers, passes.tokens)
         # Forward, again for the gradient, and the two products of the gradient.
         return work + self.head(passes.picks, 4) if has_head else work
 

@@ -22,6 +22,7 @@ _FACTS = (
 )
 _SUMMARY = ("engine", "engine_version", "backend", "compute_dtype", "float32_matmul_precision")
 _AXES = {"data_parallel": "DP", "model_parallel": "MP", "pipeline_stage": "PP"}
+_AXES_IN_USE = {"context_parallel": "CP"}
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:
@@ -54,6 +55,8 @@ def _text(value: Any) -> str:
 
 def _layout(values: Mapping[str, Any], prefix: str) -> str:
     sizes = {short: values.get(prefix + name) for name, short in _AXES.items()}
+    more = {short: number_of(values, prefix + name, 1) for name, short in _AXES_IN_USE.items()}
+    sizes |= {short: size for short, size in more.items() if size > 1}
     return " ".join(f"{short}{size}" for short, size in sizes.items() if size)
 
 

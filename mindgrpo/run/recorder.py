@@ -235,7 +235,7 @@ class RunRecord:
         before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
         history, monitor = self.history(), self._loaded.config.monitor_config
         actor = self._loaded.config.actor_config
-        replicas = actor.parallel_config.data_parallel
+        replicas = actor.parallel_config.data_parallel * actor.parallel_config.context_parallel
         summary: dict[str, Any] = {
             "steps": num_steps,
             **{key: history[key] for key in ("seconds", "first_step_seconds", "compiles")},

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.schedule import Exchange, one_forward_one_backward
 from mindgrpo.models.decoder import HeadInputs, StageInputs, tensors_of
-from mindgrpo.models.pipeline import ForwardPipeline
+from mindgrpo.models.pipeline import ForwardPipeline, Predictions
 from mindgrpo.training.stage_graphs import LossInputs
-
-# Of one micro-batch, its log-probs and entropies, float32 [M] each.
-Predictions = tuple[np.ndarray, np.ndarray]
 
 
 def forward_backward(

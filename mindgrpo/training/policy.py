@@ -13,11 +13,11 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs
-from mindgrpo.models.pipeline import ForwardPipeline, shape_choice
+from mindgrpo.models.pipeline import ForwardPipeline, Predictions, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
-from mindgrpo.training.pipeline import Predictions, forward_backward
+from mindgrpo.training.pipeline import forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.local_weights import Weights
 
@@ -127,7 +127,7 @@ class Policy:
             trained = Trained(parameters, self.gradients.parameters, self.settings.loss_scale)
             net, shard = self.pipeline.net, self.shard
             if net is not None:
-                loss = PolicyLoss(self.settings.loss_config, has_old)
+                loss = PolicyLoss(self.settings.loss_config, has_old, shard.context_group)
                 cell = LossStep(net, shard.layers, shard.head_key, loss, trained)
             else:
                 cell = StageBackward(self.pipeline.stage, shard.layers, trained)

@@ -15,15 +15,17 @@ from mindspore import nn, ops
 from mindspore.ops.auto_generate import sum_ext
 
 from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.backend.contract import Group
 from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs, SummedLayer
+from mindgrpo.models.parallel_cells import SumOverTokens
 
 
 class LossInputs(NamedTuple):
-    """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `starts`.
+    """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `segments`.
 
     Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term.
-    `starts` int32 is the index of the first token of a token's sample and `shares` one over the sample's tokens that
-    count; both are read at sequence level only, where a sample's tokens must all be here.
+    `segments` int32 is the number of a token's sample and `shares` one over the sample's tokens that count; both are
+    read at sequence level only, where all of a sample's tokens must be here or on the ranks that share its row.
     """
 
     old: Any
@@ -31,15 +33,21 @@ class LossInputs(NamedTuple):
     advantages: Any
     weights: Any
     rollout_is_weights: Any
-    starts: Any
+    segments: Any
     shares: Any
 
 
 class PolicyLoss(nn.Cell):
-    """(log p [M], entropy [M], *LossInputs) -> the loss. Without `has_old` the ratio is 1 in value."""
+    """(log p [M], entropy [M], *LossInputs) -> the loss of these tokens. Without `has_old` the ratio is 1 in value.
 
-    def __init__(self, loss_config: LossConfig, has_old: bool) -> None:
+    `group` are the ranks that share rows, and so samples; None where each has its own.
+    """
+
+    def __init__(self, loss_config: LossConfig, has_old: bool, group: Group | None = None) -> None:
         super().__init__()
+        self.num_parts = 1 if group is None else group.size
+        if group is not None:
+            self.over_parts = SumOverTokens(group)
         self.low, self.high = 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high
         self.delta, self.dual_clip = loss_config.delta, loss_config.dual_clip
         self.beta, self.estimator = loss_config.beta, loss_config.kl_estimator
@@ -54,7 +62,7 @@ class PolicyLoss(nn.Cell):
 
     def compute(self, logp: Any, entropy: Any, inputs: Any) -> Any:
         """Computes the same from LossInputs as one tuple, as Stage takes its inputs."""
-        old, reference, advantages, weights, rollout_is_weights, starts, shares = inputs
+        old, reference, advantages, weights, rollout_is_weights, segments, shares = inputs
         in_loss = weights > 0
         # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.
         zeros = ops.zeros_like(logp)
@@ -63,8 +71,11 @@ class PolicyLoss(nn.Cell):
             old = ops.stop_gradient(logp)
         difference = ops.where(in_loss, logp - old, zeros)
         if self.by_sequence:
-            sums = ops.unsorted_segment_sum(difference * shares, starts, logp.shape[0])
-            difference = ops.gather(sums, starts, 0)
+            count = logp.shape[0] * self.num_parts
+            sums = ops.unsorted_segment_sum(difference * shares, segments, count)
+            if self.num_parts > 1:
+                sums = self.over_parts(sums)
+            difference = ops.gather(sums, segments, 0)
         ratio = ops.exp(difference)
         clipped = ops.clamp(ratio, self.low, self.high)
         if self.is_cispo:

@@ -21,14 +21,15 @@ from mindgrpo.algorithm.packing import (
     padding_share,
 )
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
+from mindgrpo.models.pipeline import Predictions, by_sample
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
 
 # What a pass forward costs of one forward and backward.
 FORWARD_SHARE = 1 / 3
 
-# By sample, (log-probs, entropies), float32 [completion length] each.
-PerSample = dict[int, tuple[np.ndarray, np.ndarray]]
+# By sample.
+PerSample = dict[int, Predictions]
 
 
 def accumulate_gradients(
@@ -44,7 +45,7 @@ def accumulate_gradients(
     ranks.
     """
     mesh = policy.weights.layout.mesh
-    share = mesh.index(policy.backend.rank, "dp")
+    share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
     with_gradient, forward_only = _split(policy, batch, packed, members, weights)
     own: PerSample = {}
     rows: list[PackedRow] = []
@@ -53,13 +54,14 @@ def accumulate_gradients(
         if not samples:
             continue
         shape = shapes.choose(packed, mesh.dp, samples)
-        micro_batches = packed.micro_batches(shape, mesh.dp, share, samples)
+        micro_batches = packed.micro_batches(shape, mesh.dp, share, samples, part)
         if samples is with_gradient:
-            own |= _backward(policy, batch, micro_batches, weights)
+            results = _backward(policy, batch, micro_batches, weights)
         else:
-            own |= _by_sample(micro_batches, policy.pipeline.log_probs(micro_batches))
+            results = policy.pipeline.log_probs(micro_batches)
+        own |= by_sample(micro_batches, results, policy.shard.context_group)
         rows += packed.rows(shape, samples)
-        num_tokens += len(micro_batches) * shape.tokens * mesh.dp
+        num_tokens += len(micro_batches) * shape.tokens * mesh.dp * mesh.cp
     return own, padding_share(rows, num_tokens)
 
 
@@ -92,22 +94,11 @@ def _split(
 
 def _backward(
     policy: Policy, batch: TrainBatch, micro_batches: list[MicroBatch], weights: np.ndarray
-) -> PerSample:
-    """Accumulates the micro-batches' gradients; returns results by sample, empty unless this is the last stage."""
+) -> list[Predictions] | None:
+    """Accumulates the micro-batches' gradients; returns their results, None unless this is the last stage."""
     config = policy.settings.loss_config
     inputs = [_loss_inputs(micro, batch, weights, config) for micro in micro_batches]
-    results = policy.accumulate(micro_batches, inputs, batch.old_logps is not None)
-    return _by_sample(micro_batches, results)
-
-
-def _by_sample(
-    micro_batches: list[MicroBatch], results: list[tuple[np.ndarray, np.ndarray]] | None
-) -> PerSample:
-    pairs: PerSample = {}
-    for micro, (logps, entropies) in zip(micro_batches, results or [], strict=bool(results)):
-        entropy = micro.gather(entropies)
-        pairs |= {i: (values, entropy[i]) for i, values in micro.gather(logps).items()}
-    return pairs
+    return policy.accumulate(micro_batches, inputs, batch.old_logps is not None)
 
 
 def _loss_inputs(
@@ -119,16 +110,16 @@ def _loss_inputs(
     def spread(values: Arrays | np.ndarray | None) -> np.ndarray:
         return zeros if values is None else micro.spread(values)
 
-    starts, shares = (zeros.astype(np.int32), zeros)
+    segments, shares = (zeros.astype(np.int32), zeros)
     if config.by_sequence:
-        starts, shares = micro.segments()
+        segments, shares = micro.segments()
     return LossInputs(
         old=spread(batch.old_logps),
         reference=spread(batch.reference_logps),
         advantages=spread(batch.loss_advantages),
         weights=spread(weights) * micro.actions,
         rollout_is_weights=spread(batch.rollout_is_weights),
-        starts=starts,
+        segments=segments,
         shares=shares,
     )
 
@@ -178,7 +169,9 @@ def update(
     settings = policy.settings
     weights = _weights(batch, members, settings.loss_config)
     own, padding = accumulate_gradients(policy, batch, packed, members, weights)
-    if policy.weights.layout.mesh.index(policy.backend.rank, "mp") != 0:
+    rank = policy.backend.rank
+    # Those that share rows, and those of a layer, have the same.
+    if policy.weights.layout.mesh.group(rank, ("cp", "mp"))[0] != rank:
         own = {}
     by_rank = policy.backend.world.gather_objects(own)
     merged = {i: pair for samples in by_rank for i, pair in samples.items()}

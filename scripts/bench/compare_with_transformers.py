@@ -41,7 +41,8 @@ def write(model: Path, output: Path, ids: list[int], num_tokens: int) -> int:
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape).copy()
     spans = np.zeros((*tokens.shape, 3), np.int32)
     stage = Stage(shard, tokens.shape[1])
-    hidden = stage(Tensor(tokens), Tensor(positions), Tensor(spans)).asnumpy()
+    inputs = tokens, positions, spans, positions[None]
+    hidden = stage(*map(Tensor, inputs)).asnumpy()
     rms = np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
     logits = hidden / rms * shard["model.norm.weight"].asnumpy() @ shard.head_table.asnumpy().T
     np.savez(output, input_ids=tokens, logits=logits.reshape(*tokens.shape, -1))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any
 
 # (number of ranks, backend): one start of msrun each, except for the world of one. `high` is shared_memory with
@@ -188,10 +189,10 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """`train` is (data, model, stage), `infer` (data, model): also the reference's layout."""
+    """`train` is (data, model, stage, context), or its first three; `infer` (data, model): also the reference's."""
 
     recipe: str
-    train: tuple[int, int, int]
+    train: tuple[int, ...]
     infer: tuple[int, int]
     recompute: bool = False
     backend: str = "shared_memory"
@@ -204,8 +205,7 @@ class Case:
 
     @property
     def world(self) -> tuple[int, str]:
-        data, model, stage = self.train
-        return data * model * stage, self.backend
+        return prod(self.train), self.backend
 
     @property
     def in_loop(self) -> bool:
@@ -232,13 +232,16 @@ class Case:
 
 ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
 SPREAD = (
-    Case("gspo", (2, 1, 1), (1, 2)),
+    # Rows of tokens that ranks share, and so samples, whose ratio is one.
+    Case("gspo", (1, 1, 1, 2), (2, 1)),
+    Case("low rank", (1, 1, 1, 2), (1, 2), recompute=True),
     Case("cispo", (1, 1, 2), (2, 1)),
     Case("gemma3", (1, 1, 2), (1, 2)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
     # Keys that two ranks hold; norms and biases that all do.
     Case("olmo2", (1, 4, 1), (2, 2), recompute=True, splits_tokens=True),
-    Case("dapo", (1, 2, 2), (2, 2), widest=256),
+    Case("dapo", (1, 1, 2, 2), (2, 2), widest=256),
+    Case("two iterations", (2, 2, 1, 2), (2, 4), splits_tokens=True, shards_optimizer=True),
     Case("two iterations", (1, 4, 2), (2, 4)),
     Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
@@ -248,7 +251,7 @@ SPREAD = (
     # A stage in the middle.
     Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256),
     Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256, shards_optimizer=True),
-    Case("one update", (1, 2, 2), (2, 2), backend="device", splits_tokens=True),
+    Case("one update", (1, 2, 1, 2), (2, 2), backend="device", splits_tokens=True),
 )
 CASES = ALONE + SPREAD
 

@@ -133,7 +133,7 @@ class Run:
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(
-            shape=MicroShape(c.MICRO_ROWS, self.case.widest),
+            shape=MicroShape(c.MICRO_ROWS, self.case.widest, context_ranks=self.train.mesh.cp),
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,

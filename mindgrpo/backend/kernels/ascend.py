@@ -26,11 +26,14 @@ from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import (
+    ContextMask,
     HeadAttention,
     PlainCachedAttention,
+    PlainContextAttention,
     PlainPackedAttention,
     PlainPrefillAttention,
     RopeAndMask,
+    SeenTokens,
 )
 from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads
 from mindgrpo.errors import UserError
@@ -108,11 +111,19 @@ class RopeAndHidden(RopeAndMask):
     """-> hidden [R, 1, T, T]; angles [N, 1, 2 D]."""
 
     def construct(self, positions: Any, spans: Any) -> Any:
-        hidden = ops.expand_dims(ops.logical_not(self.seen(spans)), 1)
+        hidden = ops.expand_dims(ops.logical_not(self.seen_in_rows(spans)), 1)
         return hidden, self.angles(positions)
 
 
-class RopeOfOneRun(RopeAndMask):
+class ContextHidden(ContextMask):
+    """-> hidden [R, 1, L, T] of own tokens, over columns in the order of the ranks; their angles [n, 1, 2 D]."""
+
+    def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
+        seen, own_positions = self.own(positions, spans, columns)
+        return ops.expand_dims(ops.logical_not(seen), 1), self.angles(own_positions)
+
+
+class RopeOfOneRun(SeenTokens):
     """-> hidden [TRIANGLE, TRIANGLE], whatever the length; angles [R, T, 2 D]."""
 
     def __init__(self, rotary: np.ndarray) -> None:
@@ -144,7 +155,10 @@ class _FusedAttention(HeadAttention):
         return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
 
     def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
-        """Mixes values: `keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]"""
+        """Mixes values: `keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]
+
+        Of some queries alone, n of them, hidden is [R, 1, L, T] and mixed [n, queries D].
+        """
         mixed = self.attend(
             queries.reshape(rows, -1, self.queries * self.dim).astype(self.dtype),
             keys.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
@@ -161,6 +175,14 @@ class _FusedAttention(HeadAttention):
 class FlashPackedAttention(_FusedAttention, PlainPackedAttention):
     def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
         super().__init__(heads)
+        self.fuse(heads, fused, dtype)
+
+
+class FlashContextAttention(_FusedAttention, PlainContextAttention):
+    """Takes fewer queries than keys; never run on an NPU. The mask is bytes: T^2 / G of a row."""
+
+    def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type, gather: nn.Cell) -> None:
+        PlainContextAttention.__init__(self, heads, gather)
         self.fuse(heads, fused, dtype)
 
 
@@ -362,6 +384,24 @@ class AscendKernels(Kernels):
             return super().attention(heads, rotary)
         made = FlashCausalAttention if is_causal else FlashPackedAttention
         return made(heads, self._ops, self._dtype)
+
+    def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
+        if self._dtype is None:
+            return super().context_inputs(rotary, index)
+        return ContextHidden(rotary, index)
+
+    def context_attention(
+        self,
+        heads: Heads,
+        rotary: np.ndarray,
+        index: int,
+        gather: nn.Cell,
+        scatter: nn.Cell,
+        gathers_again: bool = False,
+    ) -> nn.Cell:
+        if self._dtype is None:
+            return super().context_attention(heads, rotary, index, gather, scatter)
+        return FlashContextAttention(heads, self._ops, self._dtype, gather)
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         if self._dtype is None:

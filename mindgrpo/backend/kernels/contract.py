@@ -54,13 +54,13 @@ class Kernels:
     def leave(self, names: Iterable[str]) -> None:
         """Computes the methods `names` as this class defines them from now on, without this object's own kernels."""
         # Masks, angles and numbers are for the cell that they are made for.
-        inputs = {
-            "attention": "rope_and_mask",
-            "cached_attention": "cached_angles",
-            "adamw_cell": "adamw_inputs",
+        together = {
+            "attention": ("rope_and_mask", "context_attention", "context_inputs"),
+            "cached_attention": ("cached_angles",),
+            "adamw_cell": ("adamw_inputs",),
         }
         for name in names:
-            for method in (name, inputs.get(name, name)):
+            for method in (name, *together.get(name, ())):
                 setattr(self, method, MethodType(getattr(Kernels, method), self))
 
     def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Any:
@@ -139,6 +139,33 @@ class Kernels:
         attends (arXiv:1706.03762, section 3.2.1); `bias` and the norms are any tensors [1] where `heads` has none.
         """
         return mindspore_ops.PlainPackedAttention(heads)
+
+    def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
+        """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3], columns int32 [G, R, T / G]) -> tensors, which
+        every layer's `context_attention` takes.
+
+        The tokens of a row are dealt out to G ranks, of which this is number `index`: columns[g] are those of rank g,
+        ascending in a row. Positions and spans are of the whole rows, as for `rope_and_mask`.
+        """
+        return mindspore_ops.ContextMask(rotary, index)
+
+    def context_attention(
+        self,
+        heads: Heads,
+        rotary: np.ndarray,
+        index: int,
+        gather: nn.Cell,
+        scatter: nn.Cell,
+        gathers_again: bool = False,
+    ) -> nn.Cell:
+        """Makes a cell of a rank's own tokens of packed rows: (qkv [n, heads.width], bias, q_norm, k_norm, *those of
+        `context_inputs`) -> mixed [n, queries D], n = N / G; otherwise as `attention`.
+
+        `gather` is a cell, x [n, w] -> [G n, w], what every rank has in their order, with a gradient; `scatter` makes
+        that of [G, n, w], the sum of what each rank has for this one [n, w]. With `gathers_again` kernels that can do
+        not keep what is gathered, but gather it once more for the gradient.
+        """
+        return mindspore_ops.PlainContextAttention(heads, gather)
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         """Makes a cell of whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles

@@ -54,8 +54,8 @@ class AddMatMul(nn.Cell):
         return product + bias.astype(product.dtype)
 
 
-class RopeAndMask(nn.Cell):
-    """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
+class SeenTokens(nn.Cell):
+    """Base of what makes masks of spans, and angles of positions."""
 
     def __init__(self, rotary: np.ndarray) -> None:
         super().__init__()
@@ -63,24 +63,53 @@ class RopeAndMask(nn.Cell):
         # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
         self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
 
-    def construct(self, positions: Any, spans: Any) -> Any:
-        seen = self.seen(spans).astype(ms.float32)
-        mask = ops.expand_dims((seen - 1.0) * -NEVER, 1)
-        return mask, self.angles(positions)
-
-    def seen(self, spans: Any) -> Any:
-        """Returns bool [R, T, T]: whether a token, the second dim, sees another, the third."""
-        length = spans.shape[1]
-        order = self.order[:length]
-        column = order.reshape(1, 1, length)
-        row = order.reshape(1, length, 1)
+    def seen(self, spans: Any, row: Any, column: Any) -> Any:
+        """Returns bool [R, L, T]: whether tokens in columns `row`, which have these spans, see those in `column`."""
         prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
         shared = ops.logical_and(column >= prefix, column < prefix + count)
         own = ops.logical_and(column >= start, column <= row)
         return ops.logical_or(shared, own)
 
+    def mask(self, seen: Any) -> Any:
+        return ops.expand_dims((seen.astype(ms.float32) - 1.0) * -NEVER, 1)
+
     def angles(self, positions: Any) -> Any:
         return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
+
+
+class RopeAndMask(SeenTokens):
+    """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        return self.mask(self.seen_in_rows(spans)), self.angles(positions)
+
+    def seen_in_rows(self, spans: Any) -> Any:
+        """Returns bool [R, T, T]: whether a token, the second dim, sees another, the third."""
+        length = spans.shape[1]
+        order = self.order[:length]
+        return self.seen(spans, order.reshape(1, length, 1), order.reshape(1, 1, length))
+
+
+class ContextMask(SeenTokens):
+    """-> mask [R, 1, L, T] of own tokens, over columns in the order of the ranks; their angles [n, 1, 2 D]."""
+
+    def __init__(self, rotary: np.ndarray, index: int) -> None:
+        super().__init__(rotary)
+        self.index = index
+
+    def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
+        seen, own_positions = self.own(positions, spans, columns)
+        return self.mask(seen), self.angles(own_positions)
+
+    def own(self, positions: Any, spans: Any, columns: Any) -> Any:
+        """Returns bool [R, L, T], as `seen`, and the own tokens' positions [n]."""
+        rows, length = positions.shape
+        own = columns[self.index]
+        places = (own + self.order[:rows].reshape(-1, 1) * length).reshape(-1)
+        own_spans = ops.gather(spans.reshape(-1, 3), places, 0).reshape(rows, -1, 3)
+        others = columns.transpose(1, 0, 2).reshape(rows, 1, length)
+        seen = self.seen(own_spans, ops.expand_dims(own, 2), others)
+        return seen, ops.gather(positions.reshape(-1), places, 0)
 
 
 class HeadAttention(nn.Cell):
@@ -121,22 +150,22 @@ class HeadAttention(nn.Cell):
         return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
 
     def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
-        """Mixes values: `keys` and `values` [N, kv, D] -> mixed [N, queries D]"""
-        length = mask.shape[3]
+        """Mixes values: `keys` and `values` [N, kv, D] -> mixed [n, queries D], of n queries, N or some of them."""
+        count, length = mask.shape[2], mask.shape[3]
         keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
-        queries = queries.reshape(rows, length, self.kv, self.group, self.dim)
+        queries = queries.reshape(rows, count, self.kv, self.group, self.dim)
         queries = queries.transpose(0, 2, 3, 1, 4).reshape(
-            rows * self.kv, self.group * length, self.dim
+            rows * self.kv, self.group * count, self.dim
         )
         keys = keys.reshape(rows * self.kv, length, self.dim)
         values = values.reshape(rows * self.kv, length, self.dim)
         scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(rows, self.queries, length, length).astype(ms.float32) + mask
-        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * length, length)
+        scores = scores.reshape(rows, self.queries, count, length).astype(ms.float32) + mask
+        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * count, length)
         mixed = self.mix(weights.astype(values.dtype), values).reshape(
-            rows, self.kv, self.group, length, self.dim
+            rows, self.kv, self.group, count, self.dim
         )
-        return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * length, -1)
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * count, -1)
 
 
 class PlainPackedAttention(HeadAttention):
@@ -145,6 +174,25 @@ class PlainPackedAttention(HeadAttention):
     ) -> Any:
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
         return self.mixed(queries, keys, values, mask, mask.shape[0])
+
+
+class PlainContextAttention(HeadAttention):
+    """Gathers keys, with their positions, and values; their order within a row is that of the ranks."""
+
+    def __init__(self, heads: Heads, gather: nn.Cell) -> None:
+        super().__init__(heads)
+        self.gather = gather
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
+    ) -> Any:
+        rows, own = mask.shape[0], qkv.shape[0]
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        both = ops.concat((keys, values), 1).reshape(own, -1)
+        # [G, R, L, ..] -> [R, G, L, ..]
+        by_rank = self.gather(both).reshape(-1, rows, own // rows, both.shape[1])
+        whole = by_rank.transpose(1, 0, 2, 3).reshape(-1, 2 * self.kv, self.dim)
+        return self.mixed(queries, whole[:, : self.kv], whole[:, self.kv :], mask, rows)
 
 
 class PlainPrefillAttention(HeadAttention):
