@@ -141,6 +141,8 @@ def test_updates_and_micro_batches_that_disagree_are_refused() -> None:
 def test_layouts_that_fill_the_world_pass() -> None:
     validate_world(users_config(), 8)
     validate_world(config_of(), 1)
+    shared = {"model_parallel": 2, "pipeline_stage": 2, "context_parallel": 2}
+    validate_world(config_of(train=shared, infer={"data_parallel": 8}), 8)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +162,13 @@ def test_layouts_that_fill_the_world_pass() -> None:
             ),
             "ref_config.parallel_config",
             "DP1/MP8/PP1",
+        ),
+        (
+            config_of(
+                train={"data_parallel": 2, "context_parallel": 2}, infer={"data_parallel": 8}
+            ),
+            "actor_config.parallel_config",
+            "DP2/MP1/PP1/CP4",
         ),
     ],
 )

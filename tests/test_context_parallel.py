@@ -7,19 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 from distributed import cases as c
+from mindspore import Tensor, nn, ops
 from small_generators import WITH_C
 from test_packing import random_samples, samples_of
 
 from mindgrpo.algorithm.context_split import BLOCK, deal_columns
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout, most_picks
+from mindgrpo.backend.contract import AloneGroup
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import call_kernel
 from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.doctor.probes.kernel_cases import AttentionOfRows
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.parallel_cells import GatherTokens
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
@@ -249,3 +256,48 @@ def test_every_gradient_is_summed_over_ranks_that_share_rows(
             for own in layout.ranks_by_box(spec.name).values()
             for rank in own
         )
+
+
+class ContextOfRows(nn.Cell):
+    """Attention of own tokens, its context made of positions, spans and columns."""
+
+    def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray, again: bool) -> None:
+        super().__init__()
+        gather = GatherTokens(AloneGroup(0), False)
+        self.inputs = kernels.context_inputs(rotary, 0)
+        how = 0, gather, gather.scatter, again
+        self.attention = kernels.context_attention(heads, rotary, *how)
+
+    def construct(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *rows: Any) -> Any:
+        return self.attention(qkv, bias, q_norm, k_norm, *self.inputs(*rows))
+
+
+@WITH_C
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kernels", [Kernels, NativeKernels])
+def test_cells_of_a_rank_that_has_all_tokens_are_those_of_whole_rows(
+    kernels: type[Kernels], again: bool
+) -> None:
+    """Exchanges aside, which the runs of test_distributed.py have."""
+    spans, positions = map(
+        np.stack, zip(*(spans_of(clusters, 256) for clusters in CLUSTERS), strict=True)
+    )
+    rows = Rows(HEADS[2], positions, spans)
+    *floats, dmixed = rows.inputs()
+    rotary, *_ = rows.constants()
+    columns = np.broadcast_to(np.arange(256, dtype=np.int32), (1, 2, 256)).copy()
+    gradient = ops.GradOperation(get_all=True, sens_param=True)
+
+    def computed(cell: nn.Cell, *integers: np.ndarray) -> list[np.ndarray]:
+        """Mixed, and the gradients of the four floats."""
+        tensors = [Tensor(own) for own in (*floats, *integers)]
+        made = cell(*tensors), *gradient(cell)(*tensors, Tensor(dmixed))[:4]
+        return [own.asnumpy() for own in made]
+
+    whole = computed(AttentionOfRows(kernels(), rows.heads, rotary), positions, spans)
+    cell = ContextOfRows(kernels(), rows.heads, rotary, again)
+    shared = computed(cell, positions, spans, columns)
+    if kernels is NativeKernels:
+        assert shared[0].tobytes() == whole[0].tobytes()
+    for ours, expected in zip(shared, whole, strict=True):
+        assert np.abs(ours - expected).max() <= 3e-6 * np.abs(expected).max()

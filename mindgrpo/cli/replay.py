@@ -22,7 +22,7 @@ from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 from mindgrpo.run import batch_dump as dump
 
-ALONE = {"data_parallel": 1, "model_parallel": 1, "pipeline_stage": 1}
+ALONE = dict.fromkeys(("data_parallel", "model_parallel", "pipeline_stage", "context_parallel"), 1)
 ROLES = ("actor_config", "ref_config", "generate_config")
 
 

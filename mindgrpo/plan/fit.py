@@ -224,8 +224,11 @@ def _slots(plan: RunPlan) -> Iterator[Change]:
         yield Change("reference rows", {"ref_config.ref_model_batch_size": 1}, cost, 2)
 
 
-def layout_values(role: str, data: int, model: int, stages: int | None = None) -> Values:
+def layout_values(
+    role: str, data: int, model: int, stages: int | None = None, context: int | None = None
+) -> Values:
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages}
+    sizes["context_parallel"] = context
     return {f"{role}.parallel_config.{axis}": size for axis, size in sizes.items() if size}
 
 
@@ -233,11 +236,12 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
     """Proposes finer layouts of the trainer on as many devices."""
     mesh = plan.train.mesh
     now = mesh.mp, mesh.pp
+    context = f"/CP{mesh.cp}" if mesh.cp > 1 else ""
     for model, stages in itertools.product(MODEL_DEGREES, STAGE_DEGREES):
-        shares = model * stages
-        if mesh.size % shares == 0 and shares >= math.prod(now) and (model, stages) != now:
+        shares = model * stages * mesh.cp
+        if mesh.size % shares == 0 and model * stages >= math.prod(now) and (model, stages) != now:
             data = mesh.size // shares
-            cost = f"trains in DP{data}/MP{model}/PP{stages} instead of {mesh}: more exchange between ranks"
+            cost = f"trains in DP{data}/MP{model}/PP{stages}{context} instead of {mesh}: more exchange between ranks"
             values = layout_values("actor_config", data, model, stages)
             steps = abs(model.bit_length() - mesh.mp.bit_length())
             steps += abs(stages.bit_length() - mesh.pp.bit_length())

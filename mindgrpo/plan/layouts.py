@@ -91,9 +91,13 @@ def lines(loaded: Loaded, plan: RunPlan) -> list[str]:
 
 
 def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPlan]]:
-    """Yields every layout that the model and the batch allow, with the keys that make it."""
+    """Yields every layout that the model and the batch allow, with the keys that make it.
+
+    As many ranks share a row in training as do now.
+    """
     world, batch = plan.world_size, plan.batch
-    for train, infer in itertools.product(_degrees(world, STAGE_DEGREES), _degrees(world, (1,))):
+    training = _degrees(world // plan.train.mesh.cp, STAGE_DEGREES)
+    for train, infer in itertools.product(training, _degrees(world, (1,))):
         values = _values(plan, train, infer)
         try:
             other = plan_run(config_with(loaded, values).config, plan.model, None)
@@ -113,7 +117,7 @@ def _values(plan: RunPlan, train: Degrees, infer: Degrees) -> Values:
         values["actor_config.parallel_config.micro_batch_num"] = None
         values["rl_config.updates_per_rollout"] = plan.batch.updates_per_rollout
     if plan.reference is not None:
-        values |= layout_values("ref_config", *infer)
+        values |= layout_values("ref_config", *infer, context=1)
     known = values_by_key(plan.config)
     return {key: value for key, value in values.items() if known[key] != value}
 

@@ -236,3 +236,7 @@ def as_first(first: Any, *others: Any) -> Any:
 
 def as_first_two(first: Any, second: Any, *others: Any) -> Any:
     return first, second
+
+
+def as_first_twice(first: Any, *others: Any) -> Any:
+    return first, first

@@ -1,0 +1,207 @@
+"""Attention as cells: each calls the C code of attention.c and carries its own backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.kernels.native.library import as_first_twice, operation
+from mindgrpo.backend.kernels.shapes import Heads
+
+
+class PositionsAndSpans(nn.Cell):
+    def construct(self, positions: Any, spans: Any) -> Any:
+        return positions, spans
+
+
+class _Attention(nn.Cell):
+    def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
+        super().__init__()
+        queries, dim = heads.queries, heads.dim
+
+        def mixed_shapes(qkv: Any, *others: Any) -> Any:
+            return [qkv[0], queries * dim], [qkv[0], queries]
+
+        def gradient_shapes(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
+            return qkv, bias, q_norm, k_norm
+
+        def gradient_types(qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any) -> Any:
+            return qkv, bias, q_norm, k_norm
+
+        back = operation("attention_grad", gradient_shapes, gradient_types)
+
+        def bprop(
+            qkv: Any,
+            bias: Any,
+            q_norm: Any,
+            k_norm: Any,
+            positions: Any,
+            spans: Any,
+            rotary: Any,
+            sizes: Any,
+            numbers: Any,
+            out: Any,
+            dout: Any,
+        ) -> Any:
+            context = positions, spans, rotary, sizes, numbers
+            gradients = back(qkv, bias, q_norm, k_norm, *context, out[0], out[1], dout[0])
+            zeros = []
+            for constant in context:
+                zeros.append(ops.zeros_like(constant))
+            return (*gradients, *zeros)
+
+        self.run = operation("attention", mixed_shapes, as_first_twice, bprop)
+        self.rotary = Tensor(rotary)
+        self.sizes = Tensor([queries, heads.kv, dim, int(is_narrow)], ms.int32)
+        self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        return self.run(
+            qkv, bias, q_norm, k_norm, positions, spans, self.rotary, self.sizes, self.numbers
+        )
+
+
+class Mixed(nn.Cell):
+    """Hides the log-sum-exp, which only the backward wants."""
+
+    def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
+        super().__init__()
+        self.attention = _Attention(heads, rotary, is_narrow)
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+    ) -> Any:
+        mixed, _ = self.attention(qkv, bias, q_norm, k_norm, positions, spans)
+        return mixed
+
+
+class ContextAsItIs(nn.Cell):
+    def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
+        return positions, spans, columns
+
+
+class ContextAttention(nn.Cell):
+    """Own tokens' attention: (qkv, ..) -> (mixed, log-sum-exp)."""
+
+    def __init__(
+        self, heads: Heads, rotary: np.ndarray, is_narrow: bool, index: int, gather: nn.Cell
+    ) -> None:
+        super().__init__()
+        queries, self.mixed = heads.queries, heads.queries * heads.dim
+
+        def mixed_shapes(q: Any, *others: Any) -> Any:
+            return q, [q[0], queries]
+
+        def as_first_five(
+            q: Any, kv: Any, bias: Any, q_norm: Any, k_norm: Any, *others: Any
+        ) -> Any:
+            return q, kv, bias, q_norm, k_norm
+
+        self.back = operation("context_attention_grad", as_first_five, as_first_five)
+
+        def bprop(
+            q: Any,
+            kv: Any,
+            bias: Any,
+            q_norm: Any,
+            k_norm: Any,
+            positions: Any,
+            spans: Any,
+            columns: Any,
+            rotary: Any,
+            sizes: Any,
+            numbers: Any,
+            out: Any,
+            dout: Any,
+        ) -> Any:
+            context = positions, spans, columns, rotary, sizes, numbers
+            gradients = self.back(q, kv, bias, q_norm, k_norm, *context, out[0], out[1], dout[0])
+            zeros = []
+            for constant in context:
+                zeros.append(ops.zeros_like(constant))
+            return (*gradients, *zeros)
+
+        self.run = operation("context_attention", mixed_shapes, as_first_twice, bprop)
+        self.gather = gather
+        self.slice = ops.StridedSlice()
+        self.rotary = Tensor(rotary)
+        self.sizes = Tensor([queries, heads.kv, heads.dim, int(is_narrow), index], ms.int32)
+        self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
+
+    def halves(self, qkv: Any) -> Any:
+        """Returns the own queries [n, queries D], and keys and values [n, 2 kv D]."""
+        count, width = qkv.shape
+        queries = self.slice(qkv, (0, 0), (count, self.mixed), (1, 1))
+        return queries, self.slice(qkv, (0, self.mixed), (count, width), (1, 1))
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        positions: Any,
+        spans: Any,
+        columns: Any,
+    ) -> Any:
+        queries, own = self.halves(qkv)
+        context = positions, spans, columns, self.rotary, self.sizes, self.numbers
+        return self.run(queries, self.gather(own), bias, q_norm, k_norm, *context)
+
+
+class GatheringAgain(ContextAttention):
+    """Keeps the own tokens' projection, not what was gathered of all."""
+
+    def __init__(self, *own: Any, scatter: nn.Cell) -> None:
+        super().__init__(*own)
+        self.scatter, self.zeros = scatter, ops.ZerosLike()
+        self.concat, self.reshape = ops.Concat(1), ops.Reshape()
+
+    def bprop(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        positions: Any,
+        spans: Any,
+        columns: Any,
+        out: Any,
+        dout: Any,
+    ) -> Any:
+        # When its gradient is there: in a layer that is computed again, its own gathers come first.
+        queries, own = self.halves(ops.depend(qkv, dout[0]))
+        whole = self.gather(own)
+        context = positions, spans, columns, self.rotary, self.sizes, self.numbers
+        dq, dkv, dbias, dq_norm, dk_norm = self.back(
+            queries, whole, bias, q_norm, k_norm, *context, out[0], out[1], dout[0]
+        )
+        dkv = self.scatter(self.reshape(dkv, (-1, *own.shape)))
+        zeros = self.zeros(positions), self.zeros(spans), self.zeros(columns)
+        return self.concat((dq, dkv)), dbias, dq_norm, dk_norm, *zeros
+
+
+class ContextMixed(nn.Cell):
+    """Hides the log-sum-exp."""
+
+    def __init__(self, attention: nn.Cell) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        positions: Any,
+        spans: Any,
+        columns: Any,
+    ) -> Any:
+        mixed, _ = self.attention(qkv, bias, q_norm, k_norm, positions, spans, columns)
+        return mixed
