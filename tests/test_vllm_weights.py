@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import fill_random
 
 NUM_LAYERS = 4
+# What others are given to compute sums with: a stream has its own.
+NOBODYS: Any = None
 LORA = LoraSettings(2, 6.0, TARGETS)
 
 
@@ -94,7 +97,9 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, 
     assert not stream.has_sums
     traffic = stream.run(keeps_sums=True)
     policy, _ = total_sums(source.layout, backend.world.gather_objects(host_sums(source)), MODULUS)
-    received, wrong = total_sums(owners, backend.world.gather_objects(stream.sums()), MODULUS)
+    received, wrong = total_sums(
+        owners, backend.world.gather_objects(stream.sums(NOBODYS)), MODULUS
+    )
     assert policy == received and not wrong
     return sink.tensors, sink.groups, traffic.bytes_received
 

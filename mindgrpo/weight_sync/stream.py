@@ -21,7 +21,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout, ParameterSpec
 from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import plan_reshard
-from mindgrpo.weights.checksum import box_sum
+from mindgrpo.weights.checksum import PartSums, box_sum
 from mindgrpo.weights.local_weights import HostTensors, Weights, aligned_size
 from mindgrpo.weights.model_files import plan_shards
 
@@ -155,8 +155,8 @@ class TensorStream:
                 self._sink.take(tensors)
         return Traffic(num_bytes, time.perf_counter() - started)
 
-    def sums(self) -> dict[str, int]:
-        """Returns the sums of the last run. Raises ValueError unless it kept them."""
+    def sums(self, own: PartSums) -> dict[str, int]:
+        """Returns the sums of the last run, made as the tensors came. Raises ValueError unless it kept them."""
         if self._sums is None:
             raise ValueError("the last transfer kept no sums")
         return self._sums

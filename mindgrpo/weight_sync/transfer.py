@@ -49,8 +49,8 @@ class WeightTransfer(Protocol):
     def has_sums(self) -> bool:
         """Returns whether `sums` can be called: for weights that were handed on, only where the last run kept them."""
 
-    def sums(self) -> dict[str, int]:
-        """Returns weights/checksum.py's sums of the receiver's weights on this rank."""
+    def sums(self, own: PartSums) -> dict[str, int]:
+        """Returns the sums of the receiver's weights on this rank; `own` computes them where no other process does."""
 
 
 class WeightsDiffer(RuntimeError):
@@ -104,7 +104,7 @@ class WeightCheck:
                 f"the generator was to be given the policy's weights of version {version}, but the last that it was "
                 f"given are {had}: they are stale"
             )
-        sums = self._totals(received.layout, received.sums(), "generator's")
+        sums = self._totals(received.layout, received.sums(self._sums), "generator's")
         wrong = [
             name
             for name, value in self._kept.sums.items()
@@ -148,7 +148,7 @@ class WeightSyncer:
         plan: Plan | None = None,
     ) -> None:
         self._target, self._adapters, self._backend = target, adapters, backend
-        self.layout, self._sums = target.layout, PartSums(backend)
+        self.layout = target.layout
         plan = plan or plan_reshard(source.layout, target.layout, source.pool.itemsize)
         self._base = Resharder(plan, source, target, backend)
         self.copies: list[Pool] = []
@@ -168,8 +168,8 @@ class WeightSyncer:
         self._backend.synchronize()
         return traffic + more
 
-    def sums(self) -> dict[str, int]:
-        return self._sums.of(self._target)
+    def sums(self, own: PartSums) -> dict[str, int]:
+        return own.of(self._target)
 
 
 def mix(old: Weights, new: Weights, share: float) -> None:
