@@ -7,6 +7,7 @@ rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write the go
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -395,6 +396,9 @@ def main() -> None:
     if sys.argv[1] == "--write-golden":
         write_golden(connect(SHARED_MEMORY, dict(os.environ)), sys.argv[2:])
     else:
+        # MindSpore collects garbage at every compilation.
+        gc.collect()
+        gc.freeze()
         folder, name = sys.argv[1:]
         if (
             int(os.environ.get("MS_WORKER_NUM", "1")) == c.OWN_ORDER_WORLD[0]
