@@ -1,7 +1,8 @@
-"""Two processes share the suite (`-n 2`): what starts ranks of its own goes through one of them.
+"""Three processes share the suite (`-n 3`) on 2 cores, as some tests wait more than they compute.
 
-On 2 cores, two jobs of 8 ranks at a time would each look hung to the other's deadlines. A file's other tests stay
-together, as they share what they have built.
+What starts ranks of its own goes through one of them: two jobs of 8 ranks at a time would each look hung to the other's
+deadlines. So does what starts and ends other processes. A file's other tests stay together, as they share what they
+have built.
 """
 
 from __future__ import annotations
@@ -18,43 +19,64 @@ from xdist.scheduler import LoadFileScheduling
 
 # Lines would be wrapped for the terminal of whoever runs the tests.
 os.environ.pop("COLUMNS", None)
+# Of the graphs that MindSpore is asked to write, those that tests read: writing all takes longer than compiling.
+os.environ["MS_DEV_DUMP_IR_PASSES"] = "validate,hwopt_d_after_optimization"
 
-# Those that take longest first: the two processes then end at about the same time.
-STARTS_RANKS = (
-    "test_distributed",
-    "test_faults_in_numbers",
-    "test_faults",
-    "test_two_hosts",
-    "test_restarts",
-    "test_several_trainers",
-    "test_resume_on_ranks",
-    "test_users_configuration",
-    "test_launch_script",
-    "test_launch_signals",
-    "test_fork_server",
-    "test_wheel",
-    "test_engine_process",
-    "test_engine_ends",
-    "test_graph_collectives",
-    "test_shared_memory",
-    "test_health",
-    "test_rank_log",
+GROUPS = {
+    "ranks": (
+        "test_distributed",
+        "test_faults_in_numbers",
+        "test_users_configuration",
+        "test_two_hosts",
+        "test_faults",
+        "test_resume_on_ranks",
+        "test_several_trainers",
+        "test_graph_collectives",
+    ),
+    "processes": (
+        "test_engine_ends",
+        "test_engine_process",
+        "test_launch_script",
+        "test_restarts",
+        "test_wheel",
+        "test_shared_memory",
+        "test_fork_server",
+        "test_rank_log",
+        "test_launch_signals",
+        "test_health",
+    ),
+}
+# Of the others those that take longest: short ones are left for the end, which all processes then reach together.
+LONGEST = (
+    "test_doctor_jobs",
+    "test_compute_dtype",
+    "test_device_runs",
+    "test_update",
+    "test_benches",
+    "test_docs_commands",
+    "test_trackers",
+    "test_runs_that_go_on",
+    "test_resume",
+    "test_full_disk",
+    "test_sampling",
 )
+FIRST = (*GROUPS["ranks"], *GROUPS["processes"], *LONGEST)
+GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
 def _place(item: pytest.Item) -> tuple[int, str]:
     name = item.path.stem
-    return (STARTS_RANKS.index(name), "") if name in STARTS_RANKS else (len(STARTS_RANKS), name)
+    return (FIRST.index(name), "") if name in FIRST else (len(FIRST), name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_place)
 
 
-class _OneForRanks(LoadFileScheduling):
+class _Grouped(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "ranks" if Path(file).stem in STARTS_RANKS else file
+        return GROUP_OF.get(Path(file).stem, file)
 
 
 def pytest_collection_finish() -> None:
@@ -64,8 +86,8 @@ def pytest_collection_finish() -> None:
 
 
 # The marks of `--dist loadgroup` are not seen under pytest 9.
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _OneForRanks:
-    return _OneForRanks(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> _Grouped:
+    return _Grouped(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")
