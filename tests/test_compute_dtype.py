@@ -138,10 +138,9 @@ def test_updates_too_small_for_bfloat16_add_up_in_the_optimizers_weights(
     assert moved > 0.9 and (bits_of(first) != weights).mean() < 0.1 * moved
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_recomputing_layers_on_a_device_changes_no_bit(dtype: Dtype) -> None:
+def test_recomputing_layers_on_a_device_changes_no_bit() -> None:
     def trained_with(recompute: Recompute) -> tuple[UpdateReport, dict[str, bytes]]:
-        backend = connect(ON_DEVICE, {}, RuntimeSettings(compute_dtype=dtype))
+        backend = connect(ON_DEVICE, {}, RuntimeSettings(compute_dtype="float16"))
         settings = replace(SETTINGS, recompute=recompute, loss_scale=1024.0)
         policy = Policy(CONFIG, LAYOUT, backend, settings)
         fill_random(policy.masters, seed=2, scale=0.1)
@@ -283,7 +282,7 @@ def test_a_run_takes_the_memory_that_is_planned_and_says_its_dtype(made: Made) -
     "narrow, wide",
     [
         pytest.param(BFLOAT16, (), marks=WITH_AVX512),
-        (FLOAT16, DEVICE),
+        (FLOAT16, ()),
     ],
     ids=["bfloat16", "float16"],
 )

@@ -18,21 +18,15 @@ import psutil
 import pytest
 from mindspore import Tensor, mint, nn
 from small_generators import CONFIG, LAYOUT
-from small_runs import make_inputs, run
 
 from mindgrpo.backend.device import backend as device_backend
 from mindgrpo.backend.device.ascend import AscendBackend
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.device.host_cpu import HostCpuBackend
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
-from mindgrpo.config import load_config
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.plan.memory import phase_needs
-from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.weights.local_weights import Weights
 
 MIB = 1 << 20
@@ -122,31 +116,6 @@ def test_an_npu_is_used_before_it_is_asked_for_its_size(monkeypatch: pytest.Monk
     monkeypatch.setattr(AscendBackend, "zeros", zeros)
     monkeypatch.setattr(ms.hal, "get_device_properties", properties)
     assert AscendBackend({}).device_memory_bytes == 64 << 30
-
-
-# -- what was measured -----------------------------------------------------------------------------------------------
-
-
-def test_metrics_have_the_peak_that_the_device_measured_beside_the_planned_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = iter(range(1, 1000))
-    monkeypatch.setattr(HostCpuBackend, "take_device_peak", lambda self: next(counted) * MIB)
-    make_inputs(tmp_path)
-    words = ("--context.backend", "device", "--rl_config.max_steps", "2")
-    first, second = read_metrics(run(tmp_path, tmp_path / "run", *words) / "metrics.jsonl")
-    for row in (first, second):
-        measured = [
-            row[f"memory/device_peak/{phase}"] for phase in ("reshard", "rollout", "update")
-        ]
-        # In the order of the phases, each by a reading of its own.
-        assert measured == sorted(measured) and len({*measured}) == 3
-        assert all(size % MIB == 0 for size in measured)
-    assert second["memory/device_peak/update"] > first["memory/device_peak/update"]
-    config = load_config(tmp_path / "run" / "config_resolved.yaml", []).config
-    plan = plan_run(config, read_config(config.actor_config.load), 1)
-    (update,) = (need for need in phase_needs(plan) if need.phase == "update")
-    assert second["memory/device_peak_planned/update"] >= update.total > 0
 
 
 def test_an_npus_peak_is_counted_anew_in_every_phase(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,9 @@ def export_measured(directory: Path, shard: int, dtype: Dtype) -> tuple[float, i
     return planned, measured, policy.num_bytes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shard", [model_export.MAX_SHARD_BYTES, 16 * MIB])
+@pytest.mark.parametrize(
+    ("dtype", "shard"), [("bfloat16", model_export.MAX_SHARD_BYTES), ("float32", 16 * MIB)]
+)
 def test_an_export_takes_the_memory_that_the_plan_says(
     tmp_path: Path, shard: int, dtype: Dtype
 ) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import small_runs
 
+from mindgrpo.backend.device.host_cpu import HostCpuBackend
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
@@ -30,7 +31,7 @@ EXAMPLES = sorted((ROOT / "examples" / "ascend").glob("*/grpo_config.yaml"))
 TUTORIAL = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "grpo_config.yaml"
 QWEN_32B = "./model_configs/qwen_grpo/qwen2_5_32b/finetune_qwen2_5_32b.yaml"
 LARGE = ["--context.device_target", "Ascend", "--actor_config.model_config", QWEN_32B]
-GB = 2**30
+MIB, GB = 2**20, 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -137,9 +138,11 @@ def test_a_script_that_asks_for_it_hears_of_the_verdict_by_the_exit_status(
 
 
 @pytest.mark.parametrize("is_offloaded", [False, True])
-def test_a_step_copies_what_was_planned_between_device_and_host(
-    tmp_path: Path, is_offloaded: bool
+def test_a_step_copies_what_was_planned_and_metrics_have_the_peaks_that_the_device_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_offloaded: bool
 ) -> None:
+    counted = iter(range(1, 1000))
+    monkeypatch.setattr(HostCpuBackend, "take_device_peak", lambda self: next(counted) * MIB)
     inputs = tmp_path / "inputs"
     small_runs.make_inputs(inputs)
     words = ["--context.backend", "device", "--context.device_target", "CPU"]
@@ -155,5 +158,14 @@ def test_a_step_copies_what_was_planned_between_device_and_host(
     room = max(row.total for row in plan().memory())
     words += ["--context.max_device_memory", f"{room // 1024 + 1}KB"]
     run = small_runs.run(inputs, tmp_path / "run", *words)
-    measured = [row["host_device_bytes"] for row in read_metrics(run / "metrics.jsonl")]
-    assert measured[1] == HostPlan(plan()).step_bytes > 0
+    steps = read_metrics(run / "metrics.jsonl")
+    assert steps[1]["host_device_bytes"] == HostPlan(plan()).step_bytes > 0
+    for row in steps:
+        peaks = [row[f"memory/device_peak/{phase}"] for phase in ("reshard", "rollout", "update")]
+        # In the order of the phases, each by a reading of its own.
+        assert peaks == sorted(peaks) and len({*peaks}) == 3
+        assert all(size % MIB == 0 for size in peaks)
+    peaks = [row["memory/device_peak/update"] for row in steps]
+    assert peaks[1] > peaks[0]
+    (update,) = (need for need in phase_needs(plan()) if need.phase == "update")
+    assert steps[1]["memory/device_peak_planned/update"] >= update.total > 0

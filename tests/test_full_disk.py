@@ -39,7 +39,7 @@ GO_ON = "--resume_training=true"
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("disk")
-    make_inputs(folder, layers=2)
+    make_inputs(folder)
     return folder
 
 

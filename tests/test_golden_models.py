@@ -28,6 +28,7 @@ from mindgrpo.algorithm.packing import PackedRow
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.dtypes import MatmulPrecision
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
@@ -54,16 +55,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["highest", pytest.param("high", marks=WITH_AVX512)])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    alone = connect(SHARED_MEMORY, {}, RuntimeSettings(matmul_precision=request.param))
+# The families that differ most from each other with the other products, which know no family.
+SUBJECTS = [
+    *(pytest.param(("highest", family), id=f"highest-{family}") for family in FAMILIES),
+    *(
+        pytest.param(("high", family), id=f"high-{family}", marks=WITH_AVX512)
+        for family in ("qwen2", "gemma3_text")
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=SUBJECTS)
+def subject(request: pytest.FixtureRequest) -> tuple[MatmulPrecision, str]:
+    """The precision of matrix products, and the family."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def backend(subject: tuple[MatmulPrecision, str]) -> Iterator[Backend]:
+    alone = connect(SHARED_MEMORY, {}, RuntimeSettings(matmul_precision=subject[0]))
     yield alone
     alone.close()
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def golden(request: pytest.FixtureRequest) -> Golden:
-    return read_golden(request.param)
+@pytest.fixture(scope="module")
+def golden(subject: tuple[MatmulPrecision, str]) -> Golden:
+    return read_golden(subject[1])
 
 
 def check_training(golden: Golden, backend: Backend, rows: Sequence[PackedRow]) -> None:
@@ -98,7 +115,7 @@ def test_greedy_tokens_are_those_of_transformers(golden: Golden, backend: Backen
 
 
 # How a token is chosen is no matter of the family, so one is enough.
-@pytest.mark.parametrize("golden", ["qwen3"], indirect=True)
+@pytest.mark.parametrize("subject", [("highest", "qwen3")], indirect=True)
 @pytest.mark.parametrize("name", ["penalised", "held_back"])
 def test_penalty_and_held_back_stops_choose_the_tokens_of_transformers(
     golden: Golden, backend: Backend, name: str

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import small_runs
+from mindspore import Tensor, ops
 
 import mindgrpo
 from mindgrpo.config import load_config
@@ -74,7 +75,18 @@ def run_program(folder: Path, statement: str, *words: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("statement", WRONG)
-def test_a_program_that_is_wrong_ends_with_one_sentence(tmp_path: Path, statement: str) -> None:
+def test_what_a_program_may_get_wrong_is_told_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as told:
+        exec(PROGRAM.format(example=str(EXAMPLE), statement=statement), {})
+    sentence = str(told.value)
+    assert WRONG[statement] in sentence and "\n" not in sentence
+
+
+def test_a_program_that_is_wrong_ends_with_one_sentence(tmp_path: Path) -> None:
+    statement = "GRPOTrainer(beta=0.1)"
     ended = run_program(tmp_path, statement, "PROGRAM")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     assert ended.stderr.startswith("mindgrpo: ") and WRONG[statement] in ended.stderr
@@ -134,25 +146,8 @@ def test_the_package_lists_its_interface() -> None:
     assert not hasattr(mindgrpo, "Nothing") and not hasattr(mindgrpo, "nothing")
 
 
-COMPUTES_BEFORE = """
-import sys
-from pathlib import Path
-
-import small_runs
-from mindspore import Tensor, ops
-
-assert ops.add(Tensor([1.0]), 1.0).asnumpy() == 2.0
-small_runs.run(Path(sys.argv[1]), Path(sys.argv[2]), "--rl_config.max_steps=1")
-"""
-
-
 def test_a_program_that_has_computed_with_mindspore_before_can_train(tmp_path: Path) -> None:
-    small_runs.make_inputs(tmp_path / "inputs", layers=2)
-    words = [str(tmp_path / name) for name in ("inputs", "run")]
-    subprocess.run(
-        [sys.executable, "-c", COMPUTES_BEFORE, *words],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
-        check=True,
-        timeout=200,
-    )
-    assert len(small_runs.rows(tmp_path / "run")) == 1
+    small_runs.make_inputs(tmp_path / "inputs")
+    assert ops.add(Tensor([1.0]), 1.0).asnumpy() == 2.0
+    run = small_runs.run(tmp_path / "inputs", tmp_path / "run", "--rl_config.max_steps=1")
+    assert len(small_runs.rows(run)) == 1

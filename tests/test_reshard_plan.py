@@ -43,6 +43,10 @@ TRAIN_MESHES = [
 ]
 INFER_MESHES = [mesh for mesh in TRAIN_MESHES if mesh.pp == 1]
 PAIRS = [(train, infer) for train in TRAIN_MESHES for infer in INFER_MESHES]
+# Every layout on its side; rounds are made of a plan's moves, whatever the layouts.
+SOME_PAIRS = [
+    pair for i, pair in enumerate(PAIRS) if i % len(INFER_MESHES) % 3 == i // len(INFER_MESHES) % 3
+]
 
 
 def decoder_specs(
@@ -262,7 +266,7 @@ def test_tied_embeddings_reach_both_ends(train: Mesh, infer: Mesh) -> None:
         run_moves(planned(source, target, tied=True))
 
 
-@pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
+@pytest.mark.parametrize("train, infer", SOME_PAIRS, ids=pair_id)
 def test_rounds_carry_the_same_through_small_buckets(train: Mesh, infer: Mesh) -> None:
     for bucket_bytes in (64, 333, 1 << 20):
         plan = planned(train, infer, tied=bucket_bytes == 333)
@@ -325,7 +329,7 @@ def test_ranks_that_hold_the_same_send_alike(train: Mesh, infer: Mesh) -> None:
             assert max(loads) - min(loads) <= largest
 
 
-@pytest.mark.parametrize("train, infer", PAIRS, ids=pair_id)
+@pytest.mark.parametrize("train, infer", SOME_PAIRS, ids=pair_id)
 def test_the_same_layouts_give_the_same_plan_and_rounds(train: Mesh, infer: Mesh) -> None:
     one = plan_reshard(*layouts(train, infer))
     layouts.cache_clear()
