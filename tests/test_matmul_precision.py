@@ -130,8 +130,7 @@ def test_what_is_no_number_stays_in_its_row_and_column(parts: int) -> None:
     np.testing.assert_array_equal(finite, expected)
 
 
-@pytest.mark.parametrize("name", PRECISIONS)
-@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(("name", "transpose_b"), [("high", False), ("medium", True)])
 def test_gradients_in_a_graph_are_those_of_the_product(name: str, transpose_b: bool) -> None:
     kernels, parts = kernels_named(name), NUM_PARTS[name]
     x, w, dy = random(40, 24), random(24, 56), random(40, 56)

@@ -72,8 +72,9 @@ def keys_of(folder: Path, kind: str) -> tuple[str, ...]:
     return (*own[kind], "--rl_config.chat_template", str(folder / "short.jinja"), *KEYS)
 
 
-@pytest.mark.parametrize("rows_are", ["questions", "conversations"])
-@pytest.mark.parametrize("kind", ["tools", "environment"])
+@pytest.mark.parametrize(
+    ("kind", "rows_are"), [("tools", "questions"), ("environment", "conversations")]
+)
 def test_a_reward_that_reads_messages_trains(kind: str, rows_are: str, folder: Path) -> None:
     if rows_are == "conversations":
         data = [json.loads(line) for line in (folder / "train.jsonl").open()]
