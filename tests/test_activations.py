@@ -12,9 +12,9 @@ import pytest
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.plan.activations import (
     Block,
+    ChunkLayers,
     Graphs,
     Kind,
-    StageLayers,
     forward_bytes,
     update_bytes,
 )
@@ -43,8 +43,8 @@ def graphs(kind: Kind, **other: object) -> Graphs:
     return replace(made, **other)  # type: ignore[arg-type]
 
 
-def stage(layers: int, again: frozenset[str] = NOTHING, **other: object) -> StageLayers:
-    made = StageLayers([again] * layers, [0] * layers, waiting=1, embedding=0, head=0)
+def stage(layers: int, again: frozenset[str] = NOTHING, **other: object) -> ChunkLayers:
+    made = ChunkLayers([again] * layers, [0] * layers, waiting=0, embedding=0, head=0)
     return replace(made, **other)  # type: ignore[arg-type]
 
 
@@ -118,9 +118,9 @@ def test_gradients_of_one_layer_at_a_time_wait_to_be_added() -> None:
 
 def test_micro_batches_wait_before_later_stages_as_the_inputs_of_layers() -> None:
     flow = TOKENS * HIDDEN * 4
-    first = stage(5, waiting=4, head=None)
-    middle = stage(5, waiting=3, head=None, embedding=None)
-    last = stage(5, waiting=1, embedding=None)
+    first = stage(5, waiting=3 * 5, head=None)
+    middle = stage(5, waiting=2 * 5, head=None, embedding=None)
+    last = stage(5, embedding=None)
     needs = [update_bytes(graphs("native"), one) for one in (first, middle, last)]
     # A result that goes on and its gradient, beside those of other micro-batches than the present one.
     assert [need.waiting for need in needs] == [(3 * 5 + 2) * flow, (2 * 5 + 2) * flow, 0]

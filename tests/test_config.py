@@ -211,6 +211,15 @@ def test_a_value_is_read_as_it_is_written(
             "has 1 weights and reward_config.verifier_function has 2 functions",
         ),
         ("actor_config:\n  offset: [1, -1]\n", "has 2 entries for 1 pipeline stages"),
+        (
+            "actor_config:\n  parallel_config:\n    pp_interleave_num: 2\n",
+            "pp_interleave_num 2 deals chunks of layers to pipeline stages, but "
+            "actor_config.parallel_config.pipeline_stage is 1; leave pp_interleave_num at 1",
+        ),
+        (
+            "ref_config:\n  parallel_config:\n    pp_interleave_num: 3\n",
+            "ref_config.parallel_config.pipeline_stage is 1; leave pp_interleave_num at 1",
+        ),
         ("rl_config:\n  eval_steps: 5\n", "nothing to evaluate on"),
         (
             "actor_config:\n  recompute_config:\n    recompute: True\n    select_recompute: 2\n",
@@ -263,7 +272,6 @@ def test_memory_sizes_are_binary(text: str, size: int) -> None:
     [
         ("generate_config.trust_remote_code", "true", "is refused; set it to False"),
         ("generate_config.parallel_config.context_parallel", "2", "does not have; set it to 1"),
-        ("actor_config.parallel_config.pp_interleave_num", "2", "set it to 1"),
     ],
 )
 def test_an_active_value_of_a_pending_key_is_refused(

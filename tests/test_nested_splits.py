@@ -152,9 +152,11 @@ def random_mesh(choose: random.Random, stages: tuple[int, ...]) -> Mesh:
 
 def test_experts_move_between_any_two_meshes_and_no_byte_that_need_not() -> None:
     choose = random.Random(29)
-    specs = moe_specs(2, 8, 6, 4, 11, (4, 2, 2))
+    specs = moe_specs(5, 8, 6, 4, 11, (4, 2, 2))
     for _ in range(40):
-        source = Layout.of(random_mesh(choose, (1, 2)), specs)
+        mesh = random_mesh(choose, (1, 2))
+        # Of two stages, layers that follow each other, or in two chunks.
+        source = Layout.of(mesh, specs, pp_interleave_num=choose.choice((1, mesh.pp)))
         target = Layout.of(random_mesh(choose, (1,)), specs)
         plan = plan_reshard(source, target)
         run_moves(plan)

@@ -5,10 +5,21 @@ Does not prove that stages really run in this order.
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.schedule import Exchange, Pass, learning_rate, one_forward_one_backward
+from mindgrpo.algorithm.schedule import (
+    Exchange,
+    Pass,
+    chunks_in_flight,
+    learning_rate,
+    pipeline_schedule,
+)
+from mindgrpo.plan.activations import ARRIVED
 
 
 def rates(style: str, warmup: int = 4, decay: int = 20, floor: float = 0.1) -> list[float]:
@@ -43,101 +54,151 @@ def test_a_run_shorter_than_its_warm_up_has_a_finite_rate() -> None:
     assert learning_rate(5, "cosine", 1.0, 0.0, warmup=5, decay=3) == 1.0
 
 
-SCHEDULES = [(s, n, m) for n in (1, 2, 3, 4, 8) for s in range(n) for m in (1, 2, 3, 8)]
+# (stages, chunks a stage, micro-batches). One stage has one chunk.
+SIZES = [(1, 1, 1), (1, 1, 3)]
+SIZES += list(itertools.product(range(2, 7), range(1, 4), range(1, 13)))
 
 
-def passes(actions: list[Pass | Exchange]) -> list[Pass]:
+def passes(actions: Sequence[Pass | Exchange]) -> list[Pass]:
     return [action for action in actions if isinstance(action, Pass)]
 
 
-@pytest.mark.parametrize("stage, num_stages, count", SCHEDULES)
-def test_every_micro_batch_goes_each_way_once_and_in_order(
-    stage: int, num_stages: int, count: int
-) -> None:
-    actions = passes(one_forward_one_backward(stage, num_stages, count))
-    for kind in ("forward", "backward"):
-        assert [a.micro_batch for a in actions if a.kind == kind] == list(range(count))
-    waiting = 0
-    most = min(num_stages - stage, count)
-    for index, (kind, micro_batch) in enumerate(actions):
-        waiting += 1 if kind == "forward" else -1
-        assert 0 <= waiting <= most
-        if kind == "backward":
-            assert Pass("forward", micro_batch) in actions[:index]
-    assert waiting == 0
+def test_every_micro_batch_goes_each_way_once_through_each_chunk_and_in_order() -> None:
+    for num_stages, num_chunks, count in SIZES:
+        schedule = pipeline_schedule(num_stages, num_chunks, count)
+        for stage, own in enumerate(map(passes, schedule)):
+            # In order, gradients add up as with any other number of chunks.
+            for kind, chunk in itertools.product(("forward", "backward"), range(num_chunks)):
+                of_chunk = [a.micro_batch for a in own if (a.kind, a.chunk) == (kind, chunk)]
+                assert of_chunk == list(range(count))
+            waiting = most = 0
+            for index, action in enumerate(own):
+                waiting += 1 if action.kind == "forward" else -1
+                most = max(most, waiting)
+                if action.kind == "backward":
+                    assert action._replace(kind="forward") in own[:index]
+            assert waiting == 0
+            assert most == chunks_in_flight(stage, num_stages, num_chunks, count)
+            assert most <= chunks_in_flight(stage, num_stages, num_chunks)
+            # PipeDream-flush's count, and Megatron-LM's.
+            ahead = num_stages - 1 - stage
+            if num_chunks == 1:
+                assert most == min(ahead + 1, count)
+            elif count % num_stages == 0:
+                most_of_all = (num_chunks - 1) * num_stages + 2 * ahead + 1
+                assert most == min(most_of_all, num_chunks * count)
 
 
-@pytest.mark.parametrize("stage, num_stages, count", SCHEDULES)
-def test_what_a_pass_needs_has_come_and_what_goes_on_was_computed(
-    stage: int, num_stages: int, count: int
-) -> None:
-    come: set[tuple[str, int]] = set()
-    computed: set[tuple[str, int]] = set()
-    gone: list[tuple[str, int]] = []
-    for action in one_forward_one_backward(stage, num_stages, count):
-        if isinstance(action, Exchange):
-            sent, received = ("forward", "backward")
-            if action.neighbour == "previous":
-                sent, received = received, sent
-            if action.sends is not None:
-                assert (sent, action.sends) in computed
-                gone.append((sent, action.sends))
-            if action.receives is not None:
-                come.add((received, action.receives))
-            continue
-        at_end = stage == 0 if action.kind == "forward" else stage == num_stages - 1
-        assert at_end or tuple(action) in come
-        computed.add(tuple(action))
-    expected = count * ((stage > 0) + (stage + 1 < num_stages))
-    assert len(gone) == len(set(gone)) == expected
+def source(stage: int, own: Pass, num_stages: int) -> tuple[int, Pass]:
+    """The stage and the pass that make what this one needs."""
+    step = -1 if own.kind == "forward" else 1
+    chunk, other = divmod(own.chunk * num_stages + stage + step, num_stages)
+    return other, own._replace(chunk=chunk)
 
 
-def test_the_last_stage_alternates() -> None:
-    kinds = [action.kind for action in passes(one_forward_one_backward(3, 4, 5))]
-    assert kinds == ["forward", "backward"] * 5
+def test_what_arrives_before_its_pass_is_no_more_than_is_planned() -> None:
+    for num_stages, num_chunks, count in SIZES:
+        if num_chunks > 1:
+            for actions in pipeline_schedule(num_stages, num_chunks, count):
+                waiting: set[Pass] = set()
+                for action in actions:
+                    if isinstance(action, Pass):
+                        waiting.discard(action)
+                    elif action.receives is not None:
+                        waiting.add(action.receives)
+                    assert len(waiting) <= ARRIVED + num_stages
 
 
-def ends(schedules: list[list[Pass | Exchange]]) -> bool:
-    """Whether stages end whose exchanges wait until the neighbour is at the exchange that matches."""
-    left = [list(actions) for actions in schedules]
+def needs_none(stage: int, own: Pass, num_stages: int, num_chunks: int) -> bool:
+    ends = (0, 0) if own.kind == "forward" else (num_chunks - 1, num_stages - 1)
+    return (own.chunk, stage) == ends
+
+
+def ends(schedule: Sequence[Sequence[Pass | Exchange]]) -> bool:
+    """Whether all stages end, each exchange of which waits until the other stage is at the one that matches.
+
+    Raises where a pass has not got what it needs, or gets another's.
+    """
+    left = [deque(actions) for actions in schedule]
+    num_chunks = 1 + max(own.chunk for own in passes(schedule[0]))
+    made: set[tuple[int, Pass]] = set()
+    given: set[tuple[int, Pass]] = set()
     while any(left):
         before = sum(map(len, left))
         for stage, actions in enumerate(left):
+            while actions and isinstance(own := actions[0], Pass):
+                at_end = needs_none(stage, own, len(left), num_chunks)
+                assert at_end or (stage, own) in given
+                made.add((stage, own))
+                actions.popleft()
             if not actions:
                 continue
-            action = actions[0]
-            if isinstance(action, Pass):
-                actions.pop(0)
+            peer, *sides = actions[0]
+            other = left[peer][0] if left[peer] else None
+            if not isinstance(other, Exchange) or other.peer != stage:
                 continue
-            other = left[stage + (1 if action.neighbour == "next" else -1)]
-            back = "previous" if action.neighbour == "next" else "next"
-            if other and other[0] == Exchange(back, action.receives, action.sends):  # type: ignore[arg-type]
-                actions.pop(0)
-                other.pop(0)
+            if [side is None for side in sides] != [other.receives is None, other.sends is None]:
+                continue
+            pairs = ((stage, sides[0], peer, other.receives), (peer, other.sends, stage, sides[1]))
+            for giver, sends, taker, receives in pairs:
+                if receives is not None:
+                    assert source(taker, receives, len(left)) == (giver, sends)
+                    assert (giver, sends) in made
+                    given.add((taker, receives))
+            actions.popleft()
+            left[peer].popleft()
         if sum(map(len, left)) == before:
             return False
     return True
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 8])
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 16])
-def test_stages_whose_transfers_block_never_wait_for_each_other(
-    num_stages: int, count: int
-) -> None:
-    assert ends([one_forward_one_backward(s, num_stages, count) for s in range(num_stages)])
+def test_stages_whose_transfers_block_never_wait_for_each_other() -> None:
+    for sizes, has_backward in itertools.product(SIZES, (True, False)):
+        assert ends(pipeline_schedule(*sizes, has_backward)), sizes
 
 
-def unpaired(stage: int, num_stages: int, count: int) -> list[Pass | Exchange]:
+def by_themselves(actions: Sequence[Pass | Exchange]) -> list[Pass | Exchange]:
     """The same passes, with each transfer by itself: a send after its pass, a receive before its pass."""
-    actions: list[Pass | Exchange] = []
-    for kind, i in passes(one_forward_one_backward(stage, num_stages, count)):
-        before, after = ("previous", "next") if kind == "forward" else ("next", "previous")
-        at = {"previous": stage > 0, "next": stage + 1 < num_stages}
-        actions += [Exchange(before, None, i)] * at[before]  # type: ignore[arg-type]
-        actions.append(Pass(kind, i))
-        actions += [Exchange(after, i, None)] * at[after]  # type: ignore[arg-type]
-    return actions
+    exchanges = [action for action in actions if isinstance(action, Exchange)]
+    sends = {e.sends: Exchange(e.peer, e.sends, None) for e in exchanges}
+    receives = {e.receives: Exchange(e.peer, None, e.receives) for e in exchanges}
+    alone: list[Pass | Exchange] = []
+    for own in passes(actions):
+        alone += [receives[own]] if own in receives else []
+        alone.append(own)
+        alone += [sends[own]] if own in sends else []
+    return alone
 
 
 def test_single_transfers_that_block_would_wait_for_ever() -> None:
-    assert not ends([unpaired(stage, 2, 2) for stage in range(2)])
+    assert not ends(list(map(by_themselves, pipeline_schedule(2, 1, 2))))
+
+
+def seconds(num_stages: int, num_chunks: int, count: int, costs: Mapping[str, float]) -> float:
+    """How long all passes take where each waits for what it needs alone."""
+    schedule = pipeline_schedule(num_stages, num_chunks, count)
+    left = [deque(passes(actions)) for actions in schedule]
+    clock = [0.0] * num_stages
+    made: dict[tuple[int, Pass], float] = {}
+    while any(left):
+        for stage, own in enumerate(left):
+            if not own:
+                continue
+            needs = source(stage, own[0], num_stages)
+            if not needs_none(stage, own[0], num_stages, num_chunks) and needs not in made:
+                continue
+            clock[stage] = max(clock[stage], made.get(needs, 0.0)) + costs[own[0].kind]
+            made[stage, own.popleft()] = clock[stage]
+    return max(clock)
+
+
+@pytest.mark.parametrize("backward", [1, 2, 3])
+def test_stages_idle_as_long_as_the_formula_says(backward: float) -> None:
+    """(num_stages - 1) / (num_chunks m) of the time that they compute, for every m from num_stages up."""
+    costs = {"forward": 1.0, "backward": backward}
+    for num_stages, num_chunks, count in SIZES:
+        if count >= num_stages:
+            computing = count * num_chunks * (1 + backward)
+            idle = (num_stages - 1) / (num_chunks * count)
+            found = seconds(num_stages, num_chunks, count, costs)
+            assert found == pytest.approx(computing * (1 + idle))

@@ -116,10 +116,25 @@ def test_stages_wait_for_one_another_as_long_as_the_schedule_says() -> None:
     roofline = Roofline(plan)
     stage = LayerWork(plan, plan.train, FUSED, BF16).forward(Passes(8192, 0, 0), 14, False)
     for micro_batches, idle in ((1, 1 / 2), (2, 1 / 3), (8, 1 / 9)):
-        phase = roofline._pipelined("update", [stage, stage], micro_batches, 4, 1.0)
+        phase = roofline._pipelined("update", [[stage], [stage]], micro_batches, 4, 1.0)
         assert phase.idle_share == pytest.approx(idle)
+    # Two chunks: half of the time that one stage waits for the other, 1 / (2 m) of what it computes.
+    chunks = [[stage * 0.5] * 2] * 2
+    phase = roofline._pipelined("update", chunks, 2, 4, 1.0)
+    assert phase.idle_share == pytest.approx(1 / 5)
     shared = Roofline(plan, speeds=SPEEDS["host"])
-    assert shared._pipelined("update", [stage, stage], 2, 4, 1.0).idle_share == 0
+    assert shared._pipelined("update", [[stage], [stage]], 2, 4, 1.0).idle_share == 0
+
+
+def test_chunks_have_the_work_of_whole_stages_and_send_more() -> None:
+    one, two = (
+        Roofline(planned(*TWO_STAGES, "--actor_config.parallel_config.pp_interleave_num", chunks))
+        for chunks in ("1", "2")
+    )
+    whole, halves = one._update().work, two._update().work
+    assert halves.products == pytest.approx(whole.products)
+    assert halves.attention == pytest.approx(whole.attention)
+    assert halves.sent > whole.sent
 
 
 def test_a_sum_over_ranks_moves_a_share_each_way_over_every_link() -> None:
@@ -214,7 +229,11 @@ def test_layouts_are_ranked_by_seconds_fit_and_learn_alike() -> None:
     totals = [choice.seconds.total for choice in choices]
     assert totals == sorted(totals) and len(totals) > 10
     own = Roofline(plan).step().total
-    assert any(total == pytest.approx(own) for total in totals), "the configuration's own"
+    meshes = [(choice.plan.train.mesh, choice.plan.infer.mesh) for choice in choices]
+    assert len(set(meshes)) == len(meshes), "each once"
+    at = meshes.index((plan.train.mesh, plan.infer.mesh))
+    # Two stages idle less with two chunks each.
+    assert choices[at].plan.train.num_chunks == 2 and totals[at] < own
     assert totals[0] < own
     for choice in choices:
         assert choice.need.total <= 58 * 2**30
@@ -226,6 +245,16 @@ def test_layouts_are_ranked_by_seconds_fit_and_learn_alike() -> None:
     assert again.train.mesh == best.plan.train.mesh and again.infer.mesh == best.plan.infer.mesh
     assert Roofline(again).step().total == pytest.approx(best.seconds.total)
     assert most_needed(again) == best.need
+
+
+def test_what_does_not_fit_is_tried_with_what_saves_memory() -> None:
+    words = [*TWO_STAGES, "--context.max_device_memory", "26GB"]
+    choices = layouts.ranked(load_config(CONFIG, words), planned(*words), 8)
+    assert len(choices) == 8 and all(choice.need.total <= 26 * 2**30 for choice in choices)
+    plans = [choice.plan for choice in choices]
+    # Half of the optimizer's state fits, where it is shared out; of one replica there is nothing to share.
+    assert {plan.train.mesh.dp for plan in plans if plan.shards_optimizer} == {2}
+    assert {plan.train.mesh.dp for plan in plans if not plan.shards_optimizer} == {1}
 
 
 def test_layouts_keep_updates_where_their_number_follows_from_the_layout() -> None:

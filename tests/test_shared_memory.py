@@ -8,19 +8,24 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import queue
 import resource
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 from ranks_as_processes import Work, native, numbers, run
 
 from mindgrpo.backend.contract import PeerLost
 from mindgrpo.backend.cpu import host as host_module
+from mindgrpo.backend.cpu.backend import CpuLink
 from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, SharedSegment, own_rank
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.targets import RANKS_PER_HOST
@@ -388,3 +393,32 @@ def test_ranks_of_several_hosts_are_refused_with_the_backend_that_joins_them(
 
 def test_a_rank_is_known_by_the_number_that_msrun_gave_it() -> None:
     assert own_rank({"RANK_ID": "5", "DEVICE_ID": "5", RANKS_PER_HOST: "8"}, 8) == 5
+
+
+class Ring(queue.Queue[np.ndarray]):
+    """A SharedLink between threads, whose ends give up when they wait for ever."""
+
+    def __init__(self) -> None:
+        super().__init__(SharedLink.SLOTS)
+
+    def send(self, array: np.ndarray) -> None:
+        self.put(array, timeout=10)
+
+    def receive(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return self.get(timeout=10)
+
+
+def test_both_ends_of_a_link_run_ahead_of_what_they_take_and_take_it_in_any_order() -> None:
+    rings: tuple[Any, Any] = (Ring(), Ring())
+    ends = CpuLink(*rings), CpuLink(*rings[::-1])
+    count = 5 * SharedLink.SLOTS
+
+    def exchange(number: int) -> list[float]:
+        values = (np.full(1, 100 * number + i, np.float32) for i in range(count))
+        takes = [ends[number].exchange(Tensor(value), receives=(1,)) for value in values]
+        return [float(take().asnumpy()[0]) for take in reversed(takes)]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(exchange, range(2)))
+    wanted = list(reversed(range(count)))
+    assert found == [[100.0 + i for i in wanted], [float(i) for i in wanted]]

@@ -155,7 +155,7 @@ def test_stages_take_every_layer_once_and_differ_by_one_at_most(
     num_layers: int, stages: int
 ) -> None:
     if num_layers < stages:
-        with pytest.raises(UserError, match="every stage needs a layer"):
+        with pytest.raises(UserError, match="each of which needs a layer; lower pipeline_stage"):
             layers_of_stage(num_layers, stages)
         return
     ranges = layers_of_stage(num_layers, stages)
@@ -182,6 +182,30 @@ def test_a_number_as_offset_is_refused_unless_it_is_0() -> None:
         layers_of_stage(8, 2, 1)
     with pytest.raises(UserError, match=r"as \[0, 8\]"):
         layers_of_stage(8, 2, [-4, 4])
+
+
+def test_chunks_are_dealt_to_stages_in_turn_and_none_is_without_a_layer() -> None:
+    for num_layers, stages, chunks in product(range(1, 26), range(2, 5), range(2, 4)):
+        if num_layers < stages * chunks:
+            with pytest.raises(UserError, match="lower pipeline_stage or pp_interleave_num"):
+                layers_of_stage(num_layers, stages, 0, chunks)
+            continue
+        dealt = layers_of_stage(num_layers, stages, 0, chunks)
+        parts = [dealt[part % stages][part // stages] for part in range(stages * chunks)]
+        assert [layer for part in parts for layer in part] == list(range(num_layers))
+        lengths = [len(part) for part in parts]
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+        assert layers_of_stage(num_layers, stages) == layers_of_stage(num_layers, stages, 0, 1)
+
+
+def test_offset_moves_layers_of_chunks_as_in_mindformers() -> None:
+    dealt = layers_of_stage(9, 2, [[1, 0], [0, 0]], 2)
+    assert dealt == ((range(0, 3), range(5, 7)), (range(3, 5), range(7, 9)))
+    for offset in ([1, 0], [[1, 0]], [[1, 0], [0]], [[1, 0, 0], [0]], [[0, 0], [0, 0]]):
+        with pytest.raises(UserError, match=r"2 lists \(one a chunk\) of 2 entries .* sum 1"):
+            layers_of_stage(9, 2, offset, 2)
+    with pytest.raises(UserError, match=r"as \[1, 2, 0, 1\]"):
+        layers_of_stage(4, 2, [[0, 1], [-1, 0]], 2)
 
 
 def test_places_become_stages() -> None:

@@ -145,10 +145,13 @@ class Link(ABC):
     """Two neighbours of a pipeline, which hand tensors of one dtype to each other."""
 
     @abstractmethod
-    def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
-        """Sends the tensor `outgoing` and returns the neighbour's, of shape `receives`, each where there is one.
+    def exchange(
+        self, outgoing: Any | None, receives: Sequence[int] | None
+    ) -> Callable[[], Any | None]:
+        """Sends the tensor `outgoing`, and returns what waits for the neighbour's, of shape `receives`, and returns it.
 
-        Both ends make the matching calls in one order: a call may block until the other end makes its own.
+        Each where there is one. Both ends make the matching calls in one order: a call may block until the other end
+        makes its own. What is returned is called once, in any order.
         """
 
 
@@ -228,6 +231,8 @@ class Backend(ABC):
     rank: int
     world_size: int
     compile_log: CompileLog
+    # Surrounds parts of a phase, by name, that a profile shows.
+    span: Callable[[str], AbstractContextManager[None]]
     # Every pool that was handed out and still exists.
     live_pools: WeakSet[Pool]
     # Where this rank is, and where the others are.
@@ -257,6 +262,7 @@ class Backend(ABC):
     def _set_up(self, environment: dict[str, str]) -> None:
         """Sets up what all backends have, once `rank` and `world_size` are known and the device is open."""
         self.compile_log, self.live_pools = CompileLog(), WeakSet()
+        self.span = lambda name: nullcontext()
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
         self.compile_log.span = self.health.compiling
         self._groups: dict[tuple[int, ...], Group] = {}

@@ -168,6 +168,7 @@ def _compared(logps: Sequence[np.ndarray], rollout: Rollout) -> dict[str, Any]:
 def _alone(path: Path) -> Config:
     """Returns the run's configuration for one process: the layout changes nothing but where numbers are."""
     words = [f"--{role}.parallel_config.{key}={n}" for role in ROLES for key, n in ALONE.items()]
+    words += [f"--{role}.parallel_config.pp_interleave_num=1" for role in ROLES[:2]]
     words += ["--actor_config.offset=0", "--rl_config.resume_training=false"]
     words += [f"--actor_config.lora.{key}=null" for key in ("rank", "alpha", "target_modules")]
     return load_config(path, words).config

@@ -31,11 +31,17 @@ def model_contradictions(
             f"generate_config.load is '{generate.load}' and actor_config.load is '{actor.load}', but the "
             "generator always takes the policy's weights; leave generate_config.load empty"
         )
-    for role, offset, stages in (
-        ("actor_config", actor.offset, actor.parallel_config.pipeline_stage),
-        ("ref_config", ref.offset, ref_parallel.pipeline_stage),
+    for role, offset, parallel in (
+        ("actor_config", actor.offset, actor.parallel_config),
+        ("ref_config", ref.offset, ref_parallel),
     ):
-        if isinstance(offset, list) and len(offset) != stages:
+        stages, chunks = parallel.pipeline_stage, parallel.num_chunks
+        if chunks > 1 and stages == 1 and not (role == "ref_config" and not ref.parallel_config):
+            yield (
+                f"{role}.parallel_config.pp_interleave_num {chunks} deals chunks of layers to pipeline stages, but "
+                f"{role}.parallel_config.pipeline_stage is 1; leave pp_interleave_num at 1"
+            )
+        elif isinstance(offset, list) and chunks == 1 and len(offset) != stages:
             yield (
                 f"{role}.offset {offset} has {len(offset)} entries for {stages} pipeline stages "
                 f"({role}.parallel_config.pipeline_stage); give one entry a stage, or 0"

@@ -46,7 +46,8 @@ class VllmConfig(Section):
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
 _MODEL_YAML = "model shapes in MindFormers' format; must agree with the model's config.json"
 _OFFSET = (
-    "number of layers to add to (or remove from) each pipeline stage, as a list; 0: an even split"
+    "number of layers to add to (or remove from) each pipeline stage, as a list (with pp_interleave_num above 1 a list "
+    "of such lists, one a chunk); 0: an even split"
 )
 
 
@@ -57,6 +58,11 @@ class ParallelConfig(Section):
     """number of ranks that share each layer (tensor-parallel size)"""
     pipeline_stage: int = Field(1, ge=1)
     """number of pipeline stages"""
+
+    @property
+    def num_chunks(self) -> int:
+        """Returns the number of chunks of layers of each pipeline stage."""
+        return 1
 
     @property
     def splits_tokens(self) -> bool:
@@ -73,9 +79,16 @@ class ScoreParallelConfig(ParallelConfig):
     context_parallel: int = Field(1, ge=1)
     """number of ranks that share the tokens of each row: attention gathers a row's keys and values, and all else is
     computed, and kept, of a rank's own tokens; results are the same"""
+    pp_interleave_num: int = Field(1, ge=1)
+    """interleaved pipeline: number of chunks of layers that each pipeline stage has, one after every pipeline_stage
+    chunks of the model; stages idle as many times less, and hand over as many times more; results are the same"""
     use_seq_parallel: bool = False
     """sequence parallelism: the model_parallel ranks of a layer share out the tokens between attention and MLP (norms,
     residuals), which take as much less memory; results are the same"""
+
+    @property
+    def num_chunks(self) -> int:
+        return self.pp_interleave_num
 
     @property
     def splits_tokens(self) -> bool:
@@ -187,7 +200,7 @@ class ActorConfig(Section):
     """dtype of the final model's files. auto: context.compute_dtype, in which the trained model was used; float32: the
     optimizer's master weights, in files of twice the size"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
-    offset: int | list[int] = Field(0, description=_OFFSET)
+    offset: int | list[int] | list[list[int]] = Field(0, description=_OFFSET)
     parallel_config: TrainParallelConfig = TrainParallelConfig()
     recompute_config: RecomputeConfig = RecomputeConfig()
     enable_parallel_optimizer: bool = False
@@ -203,7 +216,7 @@ class RefConfig(Section):
     load: OptionalText = None
     """Hugging Face directory of the reference model; null: actor_config.load"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
-    offset: int | list[int] = Field(0, description=_OFFSET)
+    offset: int | list[int] | list[list[int]] = Field(0, description=_OFFSET)
     ref_model_batch_size: int = Field(4, ge=1)
     """number of packed rows per forward pass on each data-parallel rank"""
     sync_ref_model: bool = False

@@ -1,18 +1,21 @@
 """Runs one rank's stage of a model that is spread over pipeline stages, forward only: log-probs of given tokens.
 
-Activations travel between neighbouring stages over the backend's links.
+Activations travel between stages over the backend's links.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import numpy as np
 from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
+from mindgrpo.algorithm.schedule import Actions, Exchange, Pass, pipeline_schedule
 from mindgrpo.backend.contract import Backend, Group, Link
 from mindgrpo.models.decoder import (
     KEEP_ALL,
@@ -31,13 +34,76 @@ from mindgrpo.parallel.mesh import Mesh
 Predictions = tuple[np.ndarray, np.ndarray]
 
 
+class Chunk:
+    """One chunk of a stage's layers: `forward` is its compiled graph, `net` the layers with the head, on the last one.
+
+    With `keeps_flows`, it also returns what its layers get, for a backward pass; the last one by a graph of its own, or
+    not at all (Stage.hands_inputs_on).
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        backend: Backend,
+        name: str,
+        num_positions: int,
+        temperature: float,
+        recompute: Recompute,
+        is_causal: bool,
+        keeps_flows: bool,
+    ) -> None:
+        self.shard, self.name = shard, name
+        self.is_first, self.is_last = shard.is_first, shard.is_last
+        # What a stage keeps for later it computes once more in any case.
+        again = recompute if shard.is_last else KEEP_ALL
+        self.stage = Stage(shard, num_positions, again, is_causal)
+        self.net = None
+        if shard.is_last:
+            self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
+        self.hands_inputs_on = keeps_flows and self.stage.hands_inputs_on
+        own = StageForward(self.stage) if self.hands_inputs_on else self.stage
+        self.forward = backend.graph(self.net or own, f"{name} forward")
+        self.layers = backend.graph(own, f"{name} layers") if self.net else self.forward
+
+    def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Returns what goes on to the next chunk, and what the layers got: nothing where no flows are kept."""
+        made = self.layers(x, *inputs)
+        y, *flows = made if isinstance(made, tuple) else (made,)
+        return y, flows
+
+
+class HandOvers:
+    """What the passes over `batches` get from other stages and make for them."""
+
+    def __init__(self, pipeline: ForwardPipeline, batches: Sequence[MicroBatch]) -> None:
+        self._pipeline, self._batches = pipeline, batches
+        self._arriving: dict[Pass, Callable[[], Any]] = {}
+        self._made: dict[Pass, Any] = {}
+
+    def make(self, own: Pass, made: Any) -> None:
+        self._made[own] = made
+
+    def take(self, own: Pass) -> Any:
+        """Waits for what the pass gets from another stage."""
+        return self._arriving.pop(own)()
+
+    def exchange(self, action: Exchange) -> None:
+        sent = None if action.sends is None else self._made.pop(action.sends)
+        shape = None
+        if action.receives is not None:
+            shape = self._pipeline.activations(
+                self._batches[action.receives.micro_batch].tokens.size
+            )
+        arriving = self._pipeline.links[action.peer].exchange(sent, shape)
+        if action.receives is not None:
+            self._arriving[action.receives] = arriving
+
+
 class ForwardPipeline:
     """Forward passes of `shard`'s stage over micro-batches of at most `widest`; positions stay below `num_positions`.
 
-    `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`.
-    `forward` is the stage's compiled graph, `net` the stage with the head on the last stage, None on the others. With
-    `keeps_flows`, stages also return what their layers get, for a backward pass; the last one by a graph of its own, or
-    not at all (Stage.hands_inputs_on).
+    `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`,
+    in `chunks`; `links` are by stage. `keeps_flows` as in Chunk.
     """
 
     def __init__(
@@ -56,55 +122,80 @@ class ForwardPipeline:
         self.shard = shard
         self.shapes = shape_choice(shard, backend, widest)
         self.progress = partial(backend.health.progress, "micro-batches")
-        # What a stage keeps for later it computes once more in any case.
-        again = recompute if shard.is_last else KEEP_ALL
+        self._show = lambda name: backend.span(name)
         # A row of one sample is its prompt and then its completion: nothing that a mask would have to say.
-        self.stage = Stage(shard, num_positions, again, is_causal=widest.max_per_row == 1)
-        self.net = None
-        if shard.is_last:
-            self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
-        self.hands_inputs_on = keeps_flows and self.stage.hands_inputs_on
-        own = StageForward(self.stage) if self.hands_inputs_on else self.stage
-        self.forward = backend.graph(self.net or own, f"{name} forward")
-        self.layers = backend.graph(own, f"{name} layers") if self.net else self.forward
+        is_causal = widest.max_per_row == 1
+        self.chunks = tuple(
+            Chunk(
+                own,
+                backend,
+                name if len(shard.chunks) == 1 else f"{name} chunk {number}",
+                num_positions,
+                temperature,
+                recompute,
+                is_causal,
+                keeps_flows,
+            )
+            for number, own in enumerate(shard.chunks)
+        )
+        shard.restore_names()
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
         activations = self.activations(widest.tokens)
-        self.links: dict[str, Link] = {}
-        # The earlier pair first, as on the neighbour: each end waits for the other's.
-        if self.stage_index > 0:
-            self.links["previous"] = backend.link(ranks[self.stage_index - 1], activations)
-        if self.stage_index + 1 < self.num_stages:
-            self.links["next"] = backend.link(ranks[self.stage_index + 1], activations)
+        self.links: dict[int, Link] = {}
+        # In one order on all ranks: each end waits for the other's.
+        for pair in neighbours(self.num_stages, len(self.chunks)):
+            if self.stage_index in pair:
+                (peer,) = pair - {self.stage_index}
+                self.links[peer] = backend.link(ranks[peer], activations)
 
     def activations(self, num_tokens: int) -> tuple[int, int]:
         """Returns the shape of what passes between stages of a micro-batch."""
         return num_tokens // self.shard.token_shares, self.shard.config.hidden_size
 
-    def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Returns what goes on to the next stage, and what the layers got: nothing where no flows are kept."""
-        made = self.layers(x, *inputs)
-        y, *flows = made if isinstance(made, tuple) else (made,)
-        return y, flows
+    def span(self, own: Pass) -> AbstractContextManager[None]:
+        """Shows a pass in a profile: what its graphs compute, or what a device's host launches for it."""
+        of_chunk = f", chunk {own.chunk}" if len(self.chunks) > 1 else ""
+        return self._show(f"{own.kind} {own.micro_batch}{of_chunk}")
+
+    @property
+    def has_head(self) -> bool:
+        return self.chunks[-1].is_last
+
+    def actions(self, num_micro_batches: int, has_backward: bool) -> Actions:
+        """Returns what this stage does, in order."""
+        sizes = self.num_stages, len(self.chunks), num_micro_batches
+        return pipeline_schedule(*sizes, has_backward)[self.stage_index]
 
     def log_probs(self, batches: Sequence[MicroBatch]) -> list[Predictions] | None:
         """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage."""
         results = []
-        for i, batch in enumerate(batches):
-            self.progress(i, len(batches))
-            is_first = self.stage_index == 0
-            if is_first:
-                x = Tensor(batch.tokens)
-            else:
-                x = self.links["previous"].exchange(None, self.activations(batch.tokens.size))
-            inputs = tensors_of(StageInputs, batch)
-            if self.net is None:
-                self.links["next"].exchange(self.forward_flows(x, inputs)[0], receives=None)
+        others = HandOvers(self, batches)
+        for action in self.actions(len(batches), has_backward=False):
+            if isinstance(action, Exchange):
+                others.exchange(action)
                 continue
-            logp, entropy = self.forward(x, *inputs, *tensors_of(HeadInputs, batch))
-            results.append((logp.asnumpy(), entropy.asnumpy()))
-        return None if self.net is None else results
+            batch, chunk = batches[action.micro_batch], self.chunks[action.chunk]
+            if action.chunk == 0:
+                self.progress(action.micro_batch, len(batches))
+            x = Tensor(batch.tokens) if chunk.is_first else others.take(action)
+            inputs = tensors_of(StageInputs, batch)
+            with self.span(action):
+                if not chunk.is_last:
+                    others.make(action, chunk.forward_flows(x, inputs)[0])
+                    continue
+                logp, entropy = chunk.forward(x, *inputs, *tensors_of(HeadInputs, batch))
+                results.append((logp.asnumpy(), entropy.asnumpy()))
+        return results if self.has_head else None
+
+
+def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:
+    """Returns the pairs of stages that hand over to each other: with several chunks they are a ring."""
+    pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
+    if num_chunks > 1:
+        pairs.append((0, num_stages - 1))
+    return list(map(frozenset, dict.fromkeys(pairs)))
 
 
 def shape_choice(shard: Shard, backend: Backend, widest: MicroShape) -> ShapeChoice:

@@ -111,8 +111,9 @@ class Shard:
         self.context_group: Group = backend.group(mesh.group(weights.rank, ("cp",)))
         tp_size = mesh.mp
         self.token_shares = layout.token_shares
-        # The decoder computes stages of one chunk.
-        (self.layers,) = layout.stage_layers[mesh.index(weights.rank, "pp")]
+        self._chunks = layout.stage_layers[mesh.index(weights.rank, "pp")]
+        # Of the first chunk; cells of others are made with `chunks`.
+        self.layers = self._chunks[0]
         self.query_heads = config.num_attention_heads // tp_size
         self.kv_heads = max(1, config.num_key_value_heads // tp_size)
         # Ranks of the group that hold the same heads of keys and values.
@@ -132,6 +133,20 @@ class Shard:
         self._scope: tuple[object, ...] = ()
         # Whether a gradient finds hidden states of before, which are not computed again for it.
         self.are_kept = False
+
+    @property
+    def chunks(self) -> tuple[Shard, ...]:
+        """Returns a copy for each chunk of its stage's layers."""
+        shards = tuple(copy(self) for _ in self._chunks)
+        for shard, layers in zip(shards, self._chunks, strict=True):
+            shard.layers = layers
+        return shards
+
+    def restore_names(self) -> None:
+        """Gives parameters their names again that cells have changed."""
+        self.weights.restore_names()
+        if self._adapters is not None:
+            self._adapters.weights.restore_names()
 
     def sharing_cells(self) -> Shard:
         """Returns a copy whose equal cells without weights are one object, so that a graph compiles it once."""

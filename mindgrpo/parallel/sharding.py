@@ -22,6 +22,8 @@ Position = int | Literal["first", "last", "first_and_last"]
 Ranks = tuple[int, ...]
 # The layers of each stage, one range a chunk.
 StageLayers = tuple[tuple[range, ...], ...]
+# Layers more than an even split gives, by stage, or by chunk and stage; 0 for an even split.
+Offset = int | Sequence[int] | Sequence[Sequence[int]]
 T = TypeVar("T")
 
 
@@ -143,17 +145,22 @@ class Box:
 
 
 def layers_of_stage(
-    num_layers: int, pipeline_stage: int, offset: int | Sequence[int] = 0
+    num_layers: int, pipeline_stage: int, offset: Offset = 0, pp_interleave_num: int = 1
 ) -> StageLayers:
-    """Returns each stage's layers, in one chunk. `offset` 0 gives the earliest stages the layers that are left over.
+    """Returns each stage's layers, in chunks: chunk c of stage s is part c pipeline_stage + s of the model.
 
-    A list reads as in MindFormers: stage i has num_layers // pipeline_stage + offset[i] layers.
+    `offset` 0 gives the earliest parts the layers that are left over. A list reads as in MindFormers: part i has
+    num_layers // (number of parts) + offset[i] layers; of several chunks it is a list of such lists, offset[c][s].
     """
-    base, left_over = divmod(num_layers, pipeline_stage)
+    num_parts = pipeline_stage * pp_interleave_num
+    base, left_over = divmod(num_layers, num_parts)
+    over, keys = f"{pipeline_stage} stages", "pipeline_stage"
+    if pp_interleave_num > 1:
+        over += f" of {pp_interleave_num} chunks"
+        keys += " or pp_interleave_num"
     if base < 1:
         raise UserError(
-            f"pipeline_stage {pipeline_stage} would split {num_layers} layers, but every stage needs a layer; lower "
-            "pipeline_stage."
+            f"{num_layers} layers cannot be split over {over}, each of which needs a layer; lower {keys}."
         )
     if isinstance(offset, int):
         if offset != 0:
@@ -161,20 +168,28 @@ def layers_of_stage(
                 f"offset is {offset}, but a number other than 0 has no meaning; "
                 f"give a list of {pipeline_stage} numbers, one a pipeline stage."
             )
-        offset = [int(stage < left_over) for stage in range(pipeline_stage)]
-    if len(offset) != pipeline_stage or sum(offset) != left_over:
+        flat = [int(part < left_over) for part in range(num_parts)]
+    else:
+        rows = [[extra] if isinstance(extra, int) else list(extra) for extra in offset]
+        lists, shape = "", [1] * pipeline_stage
+        if pp_interleave_num > 1:
+            lists = f"{pp_interleave_num} lists (one a chunk) of "
+            shape = [pipeline_stage] * pp_interleave_num
+        flat = [extra for row in rows for extra in row]
+        if sum(flat) != left_over or list(map(len, rows)) != shape:
+            raise UserError(
+                f"offset {list(offset)} must have {lists}{pipeline_stage} entries (one a pipeline stage) "
+                f"with the sum {left_over} ({num_layers} layers modulo {over}); "
+                f"set it to 0 to split evenly."
+            )
+    if min(counts := [base + extra for extra in flat]) < 1:
         raise UserError(
-            f"offset {list(offset)} must have {pipeline_stage} entries (one a pipeline stage) "
-            f"with the sum {left_over} ({num_layers} layers modulo {pipeline_stage} stages); "
-            f"set it to 0 to split evenly."
-        )
-    if min(counts := [base + extra for extra in offset]) < 1:
-        raise UserError(
-            f"pipeline_stage {pipeline_stage} would split {num_layers} layers as {counts}, but "
-            f"every stage needs a layer; lower pipeline_stage or change offset."
+            f"{over} would split {num_layers} layers as {counts}, but each needs a layer; lower {keys} or change "
+            "offset."
         )
     ends = list(accumulate(counts))
-    return tuple((range(end - count, end),) for count, end in zip(counts, ends, strict=True))
+    ranges = [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+    return tuple(tuple(ranges[stage::pipeline_stage]) for stage in range(pipeline_stage))
 
 
 def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
@@ -248,12 +263,14 @@ class Layout:
         cls,
         mesh: Mesh,
         specs: tuple[ParameterSpec, ...],
-        offset: int | Sequence[int] = 0,
+        offset: Offset = 0,
         splits_tokens: bool = False,
+        pp_interleave_num: int = 1,
     ) -> Layout:
         """Lays a model's parameters out. Raises UserError for a mesh that its layers or heads do not allow."""
         layers = [spec.position for spec in specs if isinstance(spec.position, int)]
-        stage_layers = layers_of_stage(max(layers, default=0) + 1, mesh.pp, offset)
+        num_layers = max(layers, default=0) + 1
+        stage_layers = layers_of_stage(num_layers, mesh.pp, offset, pp_interleave_num)
         for spec in specs:
             local_shape(spec, mesh)
         return cls(mesh, specs, stage_layers, splits_tokens)
@@ -279,6 +296,11 @@ class Layout:
     @property
     def num_layers(self) -> int:
         return len(self._stage_of_layer)
+
+    @property
+    def num_chunks(self) -> int:
+        """Counts the chunks of layers of each stage."""
+        return len(self.stage_layers[0])
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         position, last = self.by_name[name].position, len(self.stage_layers) - 1

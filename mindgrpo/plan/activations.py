@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
 from mindgrpo.algorithm.context_split import COLUMNS_A_RANK
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.row_shapes import MAX_SHAPES, SHORTEST, row_lengths
+from mindgrpo.algorithm.schedule import chunks_in_flight
 from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.shapes import Heads
@@ -33,6 +35,8 @@ WHOLE_LAYER = frozenset(("attention", "mlp"))
 # What flash attention keeps of each query's softmax: its maximum and its sum, eight float32 each.
 SOFTMAX_STATE = 2 * 8 * FLOAT
 CAUSAL_MASK = 2048 * 2048
+# With several chunks a stage, what arrives before the pass that takes it: so many more than there are stages.
+ARRIVED = 3
 # float32 tensors of logits at once, beside the logits: in the loss's forward pass, and in its backward pass.
 PLAIN_STATS, PLAIN_GRADIENT = 3, 4
 # float32 rows of the vocabulary that sampling has at once for every slot: logits, noise, their sum, and what a
@@ -99,13 +103,13 @@ class Graphs:
 
 
 @dataclass(frozen=True)
-class StageLayers:
-    """A stage's layers: what is recomputed of each ("attention", "mlp"), and its float32 gradients in bytes.
+class ChunkLayers:
+    """A chunk of a stage's layers: what is recomputed of each ("attention", "mlp"), and its float32 gradients in bytes.
 
-    At most `waiting` micro-batches are in flight in the stage; where it has no head, they keep what each layer gets,
-    and layers are computed again from that. So are those of the stage with the head if all are recomputed, but for its
-    last one, which is computed once. `embedding` and `head` are the bytes of their gradients, None where
-    another stage has them.
+    Where it has no head, micro-batches in flight keep what each layer gets, and layers are computed again from that. So
+    are those of the chunk with the head if all are recomputed, but for its last one, which is computed once. `waiting`
+    counts what the stage's other passes in flight keep, hidden states of a micro-batch each. `embedding` and `head` are
+    the bytes of their gradients, None where another chunk has them.
     """
 
     recomputed: Sequence[frozenset[str]]
@@ -136,14 +140,14 @@ class UpdateBytes:
         return self.kept + self.working + self.gradients + self.waiting
 
 
-def update_bytes(graphs: Graphs, stage: StageLayers) -> UpdateBytes:
-    """Computes what a stage's forward and backward pass over one micro-batch need."""
+def update_bytes(graphs: Graphs, stage: ChunkLayers) -> UpdateBytes:
+    """Computes what a chunk's forward and backward pass over one micro-batch need."""
     flow = graphs.flow
-    recomputed, waiting = stage.recomputed, 0
+    recomputed, waiting = stage.recomputed, stage.waiting * flow
     if stage.head is None:
         recomputed = [WHOLE_LAYER] * len(stage.recomputed)
-        # What the layers get of the others, the stage's own result and its gradient.
-        waiting = (stage.waiting - 1) * len(recomputed) * flow + 2 * flow
+        # Its own result and its gradient.
+        waiting += 2 * flow
     elif stage.hands_inputs_on:
         recomputed = [*recomputed[:-1], frozenset()]
     kept = [_kept(graphs, again) for again in recomputed]
@@ -360,8 +364,8 @@ def update_need(plan: RunPlan) -> UpdateBytes:
     shape = update_shape(plan.config, kernel_kind(plan.config) == "native")
     graphs = graphs_of(plan, plan.train, shape)
     stages = range(len(plan.train.stage_layers))
-    needs = [update_bytes(graphs, _stage_layers(plan, stage)) for stage in stages]
-    return max(needs, key=lambda need: need.total)
+    chunks = [chunk for stage in stages for chunk in _chunks(plan, stage)]
+    return max((update_bytes(graphs, own) for own in chunks), key=lambda need: need.total)
 
 
 def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
@@ -416,29 +420,31 @@ def _forward_bytes(layout: Layout, graphs: Graphs, keeps_flows: bool = False) ->
     last = forward_bytes(graphs, has_head=True)
     if len(layout.stage_layers) == 1:
         return last
-    kept = max(sum(map(len, chunks)) for chunks in layout.stage_layers[:-1]) if keeps_flows else 0
-    return max(last, forward_bytes(graphs, has_head=False) + kept * flow) + 2 * flow
+    *without_head, _ = chain(*zip(*layout.stage_layers, strict=True))
+    kept = max(map(len, without_head)) if keeps_flows else 0
+    arrived = ARRIVED + layout.mesh.pp if layout.num_chunks > 1 else 0
+    return max(last, forward_bytes(graphs, has_head=False) + kept * flow) + (2 + arrived) * flow
 
 
-def _stage_layers(plan: RunPlan, stage: int) -> StageLayers:
+def _chunks(plan: RunPlan, stage: int) -> list[ChunkLayers]:
     recompute, chunks = plan.config.actor_config.recompute_config, plan.train.stage_layers[stage]
-    layers = [index for layers in chunks for index in layers]
     nothing: frozenset[str] = frozenset()
-    again = [nothing if index % recompute.every else recompute.modules for index in layers]
-    num_stages = len(plan.train.stage_layers)
-    by_position = _gradients(plan)
+    num_stages, by_position = len(plan.train.stage_layers), _gradients(plan)
     tied = plan.model.tie_word_embeddings
-    return StageLayers(
-        recomputed=again,
-        gradients=[by_position.get(index, 0) for index in layers],
-        waiting=num_stages - stage,
-        embedding=by_position.get("first_and_last" if tied else "first", 0) if stage == 0 else None,
-        head=(
-            by_position.get("first_and_last", 0) + by_position.get("last", 0)
-            if stage == num_stages - 1
-            else None
-        ),
-    )
+    embedding = by_position.get("first_and_last" if tied else "first", 0)
+    head = by_position.get("first_and_last", 0) + by_position.get("last", 0)
+    others = chunks_in_flight(stage, num_stages, len(chunks)) - 1
+    waiting = others * max(map(len, chunks)) + (ARRIVED + num_stages if len(chunks) > 1 else 0)
+    return [
+        ChunkLayers(
+            [nothing if index % recompute.every else recompute.modules for index in layers],
+            gradients=[by_position.get(index, 0) for index in layers],
+            waiting=waiting,
+            embedding=embedding if layers.start == 0 else None,
+            head=head if layers.stop == plan.train.num_layers else None,
+        )
+        for layers in chunks
+    ]
 
 
 def _gradients(plan: RunPlan) -> Mapping[int | str, int]:

@@ -225,10 +225,16 @@ def _slots(plan: RunPlan) -> Iterator[Change]:
 
 
 def layout_values(
-    role: str, data: int, model: int, stages: int | None = None, context: int | None = None
+    role: str,
+    data: int,
+    model: int,
+    stages: int | None = None,
+    context: int | None = None,
+    chunks: int | None = None,
 ) -> Values:
+    """Returns the keys of a layout; None for a number that stays as it is."""
     sizes = {"data_parallel": data, "model_parallel": model, "pipeline_stage": stages}
-    sizes["context_parallel"] = context
+    sizes |= {"context_parallel": context, "pp_interleave_num": chunks}
     return {f"{role}.parallel_config.{axis}": size for axis, size in sizes.items() if size}
 
 
@@ -242,7 +248,9 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
         if mesh.size % shares == 0 and model * stages >= math.prod(now) and (model, stages) != now:
             data = mesh.size // shares
             cost = f"trains in DP{data}/MP{model}/PP{stages}{context} instead of {mesh}: more exchange between ranks"
-            values = layout_values("actor_config", data, model, stages)
+            # Of one stage there are no chunks.
+            chunks = 1 if stages == 1 and plan.train.num_chunks > 1 else None
+            values = layout_values("actor_config", data, model, stages, chunks=chunks)
             steps = abs(model.bit_length() - mesh.mp.bit_length())
             steps += abs(stages.bit_length() - mesh.pp.bit_length())
             yield Change("layout", values, cost, 4 + steps)

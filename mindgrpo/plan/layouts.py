@@ -1,6 +1,7 @@
 """Ranks the layouts that fit a configuration's devices by the estimated seconds of a step. Pure.
 
-Each is planned whole, with as many samples and updates as the configuration has, so that all learn alike.
+Each is planned whole, with as many samples and updates as the configuration has, so that all learn alike. Stages are
+also tried in chunks, and what does not fit with the options that save memory.
 """
 
 from __future__ import annotations
@@ -8,19 +9,28 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heapify, heappop, heappush
 
 from mindgrpo.config import Loaded, config_with
 from mindgrpo.config.schema import values_by_key
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.plan.fit import MODEL_DEGREES, STAGE_DEGREES, Values, kept_samples, layout_values
 from mindgrpo.plan.memory import PhaseNeed, most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline, StepSeconds
 
 SHOWN = 12
+SEQUENCE = "actor_config.parallel_config.use_seq_parallel"
+ZERO = "actor_config.enable_parallel_optimizer"
+# In the order in which they are tried where a layout does not fit.
+SAVINGS: tuple[Values, ...] = ({SEQUENCE: True}, {ZERO: True}, {SEQUENCE: True, ZERO: True})
 # Data, model, stages.
 Degrees = tuple[int, int, int]
+# Seconds, and a number of its own, for an order.
+Timed = tuple[float, int, StepSeconds, Values, RunPlan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +54,15 @@ class Choice:
         return (
             f"{str(train):<16}{str(infer):<12}{self.seconds.total:>8.1f}{learning:>10.1f}"
             f"{phases['rollout'].seconds:>10.1f}{phases['reshard'].seconds:>10.2f}{update.idle_share:>7.0%}"
-            f"{format_bytes(self.need.total):>12}"
+            f"{format_bytes(self.need.total):>12}{self._options}"
         )
+
+    @property
+    def _options(self) -> str:
+        train = self.plan.train
+        chunks = f"  {train.num_chunks} chunks a stage" if train.num_chunks > 1 else ""
+        split = "  sequence parallel" if train.splits_tokens else ""
+        return chunks + split + ("  ZeRO-1" if self.plan.shards_optimizer else "")
 
     @property
     def words(self) -> str:
@@ -64,21 +81,43 @@ HEAD = (
 def ranked(loaded: Loaded, plan: RunPlan, most: int = SHOWN) -> list[Choice]:
     """Returns the fastest `most` layouts that fit context.max_device_memory, of as many devices as `plan` has.
 
-    Without a limit all fit. The reference has the generator's layout.
+    Each once, with the chunks and the savings with which it is fastest. Without a limit all fit. The reference has the
+    generator's layout.
     """
-    timed = [
-        (Roofline(other).step(), values, other) for values, other in _alternatives(loaded, plan)
-    ]
-    timed.sort(key=lambda entry: entry[0].total)
+    serial = itertools.count()
+
+    def timed(values: Values, other: RunPlan) -> Timed:
+        seconds = Roofline(other).step()
+        return seconds.total, next(serial), seconds, values, other
+
+    left = [timed(values, other) for values, other in _alternatives(loaded, plan)]
+    heapify(left)
     budget = plan.config.context.max_device_bytes
-    choices: list[Choice] = []
-    for seconds, values, other in timed:
+    choices: dict[tuple[Mesh, Mesh], Choice] = {}
+    while left and len(choices) < most:
+        _, _, seconds, values, other = heappop(left)
+        meshes = other.train.mesh, other.infer.mesh
+        if meshes in choices:
+            continue
         need = most_needed(other)
         if budget is None or need.total <= budget:
-            choices.append(Choice(values, other, seconds, need))
-        if len(choices) == most:
-            break
-    return choices
+            choices[meshes] = Choice(values, other, seconds, need)
+        elif not values.keys() & SAVINGS[-1].keys():
+            for saving in map(partial(_effective, other), SAVINGS):
+                if saving:
+                    saved = {**values, **saving}
+                    config = config_with(loaded, saved).config
+                    heappush(left, timed(saved, plan_run(config, plan.model, None)))
+    return sorted(choices.values(), key=lambda choice: choice.seconds.total)
+
+
+def _effective(plan: RunPlan, saving: Values) -> Values:
+    """Returns the saving, or nothing where one of its keys changes nothing."""
+    changes = {
+        SEQUENCE: plan.train.mesh.mp > 1 and not plan.train.splits_tokens,
+        ZERO: plan.trained.has_replicas and not plan.shards_optimizer,
+    }
+    return saving if all(changes[key] for key in saving) else {}
 
 
 def lines(loaded: Loaded, plan: RunPlan) -> list[str]:
@@ -96,9 +135,12 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
     As many ranks share a row in training as do now.
     """
     world, batch = plan.world_size, plan.batch
-    training = _degrees(world // plan.train.mesh.cp, STAGE_DEGREES)
-    for train, infer in itertools.product(training, _degrees(world, (1,))):
-        values = _values(plan, train, infer)
+    trains = _degrees(world // plan.train.mesh.cp, STAGE_DEGREES)
+    own = sorted({1, 2, plan.train.num_chunks})
+    for train, infer, chunks in itertools.product(trains, _degrees(world, (1,)), own):
+        if chunks > 1 and train[2] == 1:
+            continue
+        values = _values(plan, train, infer, chunks)
         try:
             other = plan_run(config_with(loaded, values).config, plan.model, None)
         except UserError:
@@ -107,17 +149,20 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
             yield values, other
 
 
-def _values(plan: RunPlan, train: Degrees, infer: Degrees) -> Values:
+def _values(plan: RunPlan, train: Degrees, infer: Degrees, chunks: int) -> Values:
     """Returns the keys that change, with those that keep the numbers of samples and updates."""
     actor = plan.config.actor_config.parallel_config
-    values = {**layout_values("actor_config", *train), **layout_values("generate_config", *infer)}
+    values = {
+        **layout_values("actor_config", *train, chunks=chunks),
+        **layout_values("generate_config", *infer),
+    }
     if infer[0] != plan.infer.mesh.dp:
         values |= kept_samples(plan)
     if actor.micro_batch_num is not None and train[0] != plan.train.mesh.dp:
         values["actor_config.parallel_config.micro_batch_num"] = None
         values["rl_config.updates_per_rollout"] = plan.batch.updates_per_rollout
     if plan.reference is not None:
-        values |= layout_values("ref_config", *infer, context=1)
+        values |= layout_values("ref_config", *infer, context=1, chunks=1)
     known = values_by_key(plan.config)
     return {key: value for key, value in values.items() if known[key] != value}
 

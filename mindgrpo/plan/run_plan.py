@@ -38,7 +38,7 @@ from mindgrpo.models.shard import (
 )
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.parallel.sharding import Layout, Offset, local_shape
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
@@ -280,9 +280,9 @@ class RunPlan:
         stages = "+".join(str(sum(map(len, own))) for own in self.train.stage_layers)
         reference = "none (beta is 0)"
         if self.reference is not None:
-            reference = f"{self.reference.mesh}{_shared_tokens(self.reference)}"
+            reference = f"{self.reference.mesh}{_options(self.reference)}"
         return [
-            f"train {self.train.mesh}, stages of {stages} layers{_shared_tokens(self.train)}",
+            f"train {self.train.mesh}, stages of {stages} layers{_options(self.train)}",
             *self._sharding_lines(),
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
@@ -324,9 +324,13 @@ class RunPlan:
         ]
 
 
-def _shared_tokens(layout: Layout) -> str:
-    context = f", {layout.mesh.cp} ranks a row" if layout.mesh.cp > 1 else ""
-    return context + (", sequence parallel" if layout.splits_tokens else "")
+def _options(layout: Layout) -> str:
+    words = f", {layout.mesh.cp} ranks a row" if layout.mesh.cp > 1 else ""
+    words += ", sequence parallel" if layout.splits_tokens else ""
+    if layout.num_chunks > 1:
+        idle = f"{layout.mesh.pp - 1}/({layout.num_chunks} m)"
+        words += f", in {layout.num_chunks} chunks a stage, which idles {idle} of the time of m micro-batches"
+    return words
 
 
 def share_of(layout: Layout, stage: int) -> int:
@@ -393,7 +397,7 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
         )
 
 
-def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[int] = 0) -> Layout:
+def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: Offset = 0) -> Layout:
     """Lays out the whole model. Raises UserError."""
     mesh = Mesh(
         degrees.data_parallel,
@@ -402,4 +406,5 @@ def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: int | list[
         degrees.context_ranks,
     )
     splits_tokens = degrees.splits_tokens
-    return Layout.of(mesh, parameter_specs(model, splits_tokens), offset, splits_tokens)
+    specs = parameter_specs(model, splits_tokens)
+    return Layout.of(mesh, specs, offset, splits_tokens, degrees.num_chunks)

@@ -267,12 +267,19 @@ class Roofline:
         return PhaseSeconds(name, by, limit, work)
 
     def _pipelined(
-        self, name: str, stages: Sequence[Work], micro_batches: int, group: int, limit: float
+        self,
+        name: str,
+        chunks: Sequence[Sequence[Work]],
+        micro_batches: int,
+        group: int,
+        limit: float,
     ) -> PhaseSeconds:
-        """A phase of micro-batches that pass through stages: all of one, and the pace of the slowest for the others.
+        """A phase of micro-batches that pass through the stages' chunks, at the pace of the slowest stage.
 
-        Where ranks share cores, those that wait leave theirs to the others.
+        That stage idles while a micro-batch passes through one chunk of each of the others. Where ranks share cores,
+        those that wait leave theirs to the others.
         """
+        stages = [sum(own, start=Work()) for own in chunks]
         each = [self.rates.seconds(work, group, self.counts.is_serial) for work in stages]
         totals = [sum(by.values()) for by in each]
         slowest = int(np.argmax(totals))
@@ -280,7 +287,7 @@ class Roofline:
             times = micro_batches / len(stages)
             merged = {kind: times * sum(by[kind] for by in each) for kind in each[0]}
             return PhaseSeconds(name, merged, limit, stages[slowest] * micro_batches)
-        idle = sum(totals) - totals[slowest]
+        idle = (sum(totals) - totals[slowest]) / len(chunks[0])
         merged = {kind: micro_batches * value for kind, value in each[slowest].items()}
         return PhaseSeconds(name, merged | {"idle": idle}, limit, stages[slowest] * micro_batches)
 
@@ -306,16 +313,35 @@ class Roofline:
         picks = max(1, math.ceil(own.count * own.completion / ranks / bucket)) * bucket
         return number, Passes(shape.tokens, picks, pairs)
 
-    def _forward_stages(self, layout: Layout, passes: Passes) -> list[Work]:
-        layers, num_stages = self._layers(layout), layout.mesh.pp
+    def _forward_chunk(self, layout: Layout, passes: Passes, own: range) -> Work:
+        layers, is_last = self._layers(layout), own.stop == layout.num_layers
         flow = passes.tokens * layers.hidden * self.itemsize / layout.token_shares
-        stages = []
-        for stage, chunks in enumerate(layout.stage_layers):
-            num_layers, is_last = sum(map(len, chunks)), stage == num_stages - 1
-            work = layers.forward(passes, num_layers, is_last)
-            work += Work(kernels=self.counts.forward.of(num_layers), sent=0 if is_last else flow)
-            stages.append(work)
-        return stages
+        kernels = self.counts.forward.of(len(own))
+        work = layers.forward(passes, len(own), is_last)
+        return work + Work(kernels=kernels, sent=0 if is_last else flow)
+
+    def _forward_chunks(self, layout: Layout, passes: Passes) -> list[list[Work]]:
+        return [
+            [self._forward_chunk(layout, passes, own) for own in chunks]
+            for chunks in layout.stage_layers
+        ]
+
+    def _backward_chunk(self, layout: Layout, passes: Passes, own: range) -> Work:
+        """Returns the work of a chunk's forward and backward pass."""
+        layers, counts, num_layers = self._layers(layout), self.counts, len(own)
+        is_last = own.stop == layout.num_layers
+        makes_ahead = is_last and counts.hands_inputs_on and self._recomputes_all
+        again = 1 - 1 / num_layers if makes_ahead else self._recomputed
+        graph = counts.last if is_last else counts.first_back
+        work = layers.backward(passes, num_layers, again, is_last)
+        work += Work(kernels=graph.of(num_layers))
+        if not is_last:
+            # The last chunk's forward pass is counted with its backward graph.
+            forward = self._forward_chunk(layout, passes, own)
+            work += forward + Work(sent=forward.sent)
+        elif makes_ahead:
+            work += Work(kernels=counts.forward.of(num_layers - 1))
+        return work
 
     def _token_limit(self, passes: float) -> float:
         """Returns the seconds of all devices for `passes` forward passes over the step's real tokens."""
@@ -328,42 +354,31 @@ class Roofline:
     def _reference(self, layout: Layout) -> PhaseSeconds:
         shape = reference_shape(self.plan.config, self._ragged)
         number, passes = self._passes(self.samples, shape, layout)
-        stages = self._forward_stages(layout, passes)
+        chunks = self._forward_chunks(layout, passes)
         limit = self._token_limit(1)
-        return self._pipelined("reference", stages, number, layout.mesh.mp, limit)
+        return self._pipelined("reference", chunks, number, layout.mesh.mp, limit)
 
     def _old_logps(self) -> PhaseSeconds:
         layout = self.plan.train
         shape = update_shape(self.plan.config, self._ragged)
         number, passes = self._passes(self.samples, shape, layout)
-        stages = self._forward_stages(layout, passes)
+        chunks = self._forward_chunks(layout, passes)
         limit = self._token_limit(1)
-        return self._pipelined("old_logps", stages, number, layout.mesh.mp, limit)
+        return self._pipelined("old_logps", chunks, number, layout.mesh.mp, limit)
 
     def _update(self) -> PhaseSeconds:
         """All updates of a step without their optimizer."""
-        plan, counts = self.plan, self.counts
+        plan = self.plan
         layout, updates = plan.train, plan.batch.updates_per_step
         a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
         shape = update_shape(plan.config, self._ragged)
         number, passes = self._passes(a_pass, shape, layout)
-        layers, last = self._layers(layout), layout.mesh.pp - 1
-        stages = []
-        for stage, forward in enumerate(self._forward_stages(layout, passes)):
-            num_layers = sum(map(len, layout.stage_layers[stage]))
-            makes_ahead = stage == last and counts.hands_inputs_on and self._recomputes_all
-            again = 1 - 1 / num_layers if makes_ahead else self._recomputed
-            work = layers.backward(passes, num_layers, again, stage == last)
-            graph = counts.last if stage == last else counts.first_back
-            work += Work(kernels=graph.of(num_layers))
-            if stage != last:
-                # The last stage's forward pass is counted with its backward graph.
-                work += forward + Work(sent=forward.sent)
-            elif makes_ahead:
-                work += Work(kernels=counts.forward.of(num_layers - 1))
-            stages.append(work)
+        chunks = [
+            [self._backward_chunk(layout, passes, own) for own in chunks]
+            for chunks in layout.stage_layers
+        ]
         limit = self._token_limit(3) * plan.config.rl_config.num_iterations
-        one = self._pipelined("update", stages, number, layout.mesh.mp, limit)
+        one = self._pipelined("update", chunks, number, layout.mesh.mp, limit)
         by = {kind: updates * seconds for kind, seconds in one.by.items()}
         return PhaseSeconds("update", by, limit, one.work * updates)
 

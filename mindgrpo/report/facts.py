@@ -22,7 +22,7 @@ _FACTS = (
 )
 _SUMMARY = ("engine", "engine_version", "backend", "compute_dtype", "float32_matmul_precision")
 _AXES = {"data_parallel": "DP", "model_parallel": "MP", "pipeline_stage": "PP"}
-_AXES_IN_USE = {"context_parallel": "CP"}
+_AXES_IN_USE = {"context_parallel": "CP", "pp_interleave_num": "VPP"}
 
 
 def facts(run: RunFolder) -> list[tuple[str, str]]:

@@ -155,7 +155,7 @@ class Profile:
         self._settings, self._backend, self._record = settings, backend, record
         self.notes: list[str] = []
         self._trace: PhaseTrace | None = None
-        self._active = False
+        self._active = self._wants = False
         self._window = ExitStack()
         if not settings.profile:
             return
@@ -167,6 +167,7 @@ class Profile:
         memory, processor = settings.profile_with_memory, settings.profile_with_cpu
         self._trace = PhaseTrace(backend.rank, settings.phases, memory, processor)
         self._hear_compiling()
+        backend.span = self._part
         if settings.profile_with_npu and not backend.has_device_profile:
             self.notes.append(
                 "profiler_config.profile_with_npu has no effect on this device, which has no profile "
@@ -183,6 +184,13 @@ class Profile:
                 self._trace.bar(f"compile {name}", "compile", seconds)
 
         self._backend.compile_log.listener = compiling
+
+    @contextmanager
+    def _part(self, name: str) -> Iterator[None]:
+        with ExitStack() as spans:
+            if self._active and self._trace is not None and self._wants:
+                spans.enter_context(self._trace.span(name, "part"))
+            yield
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -206,7 +214,8 @@ class Profile:
         with ExitStack() as spans:
             if self._settings.mstx:
                 spans.enter_context(self._backend.device_mark(name))
-            if self._active and self._trace is not None and self._trace.wants(name):
+            self._wants = self._trace is not None and self._trace.wants(name)
+            if self._active and self._trace is not None and self._wants:
                 if self._settings.phases is not None:
                     spans.enter_context(self._device_profile(name))
                 spans.enter_context(self._trace.span(name))

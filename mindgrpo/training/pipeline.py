@@ -1,4 +1,4 @@
-"""Runs forward and backward passes of micro-batches over pipeline stages, one forward one backward (1F1B)."""
+"""Runs forward and backward passes of micro-batches over pipeline stages, in the order of algorithm/schedule.py."""
 
 from __future__ import annotations
 
@@ -8,91 +8,83 @@ from typing import Any
 from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch
-from mindgrpo.algorithm.schedule import Exchange, one_forward_one_backward
+from mindgrpo.algorithm.schedule import Exchange, Pass
 from mindgrpo.models.decoder import HeadInputs, StageInputs, tensors_of
-from mindgrpo.models.pipeline import ForwardPipeline, Predictions
+from mindgrpo.models.pipeline import ForwardPipeline, HandOvers, Predictions
 from mindgrpo.training.stage_graphs import LossInputs
 
 
 def forward_backward(
     pipeline: ForwardPipeline,
     batches: Sequence[MicroBatch],
-    backward: Callable[..., Any],
+    backward: Sequence[Callable[..., Any]],
     loss_inputs: Sequence[LossInputs],
 ) -> list[Predictions] | None:
-    """Runs all micro-batches forward and backward; `backward`, a cell of this stage, adds up the gradients.
+    """Runs all micro-batches forward and backward; `backward`, a cell of each chunk, add up the gradients.
 
     `loss_inputs[i]`, arrays, are read by the last stage only, whose ranks get the results; the others get None.
     """
     stage = _StageRun(pipeline, batches, backward, loss_inputs)
-    for action in one_forward_one_backward(pipeline.stage_index, pipeline.num_stages, len(batches)):
+    for action in pipeline.actions(len(batches), has_backward=True):
         if isinstance(action, Exchange):
-            stage.exchange(action)
+            stage.others.exchange(action)
         elif action.kind == "forward":
-            stage.forward(action.micro_batch)
+            stage.forward(action)
         else:
-            stage.backward(action.micro_batch)
-            pipeline.progress(action.micro_batch + 1, len(batches))
-    return None if pipeline.net is None else [stage.results[i] for i in range(len(batches))]
+            stage.backward(action)
+            if action.chunk == 0:
+                pipeline.progress(action.micro_batch + 1, len(batches))
+    return [stage.results[i] for i in range(len(batches))] if pipeline.has_head else None
 
 
 class _StageRun:
-    """Holds what a stage has on the device between the passes of one batch, by micro-batch."""
+    """Holds what a stage has on the device between the passes of one batch."""
 
     def __init__(
         self,
         pipeline: ForwardPipeline,
         batches: Sequence[MicroBatch],
-        backward: Callable[..., Any],
+        backward: Sequence[Callable[..., Any]],
         loss_inputs: Sequence[LossInputs],
     ) -> None:
-        self._pipeline, self._batches = pipeline, batches
+        self._chunks, self._batches = pipeline.chunks, batches
+        self._span = pipeline.span
         self._backward, self._loss_inputs = backward, loss_inputs
+        self.others = HandOvers(pipeline, batches)
         self.results: dict[int, Predictions] = {}
-        # Activations that came, what layers made of them and the gradients that go back; activations that go on and
-        # their gradients.
-        self._inputs: dict[int, Any] = {}
-        self._flows: dict[int, list[Any]] = {}
-        self._input_gradients: dict[int, Any] = {}
-        self._outputs: dict[int, Any] = {}
-        self._output_gradients: dict[int, Any] = {}
+        # By chunk and micro-batch, activations that came and what layers made of them.
+        self._inputs: dict[tuple[int, int], Any] = {}
+        self._flows: dict[tuple[int, int], list[Any]] = {}
 
-    def exchange(self, action: Exchange) -> None:
-        is_next = action.neighbour == "next"
-        outgoing = self._outputs if is_next else self._input_gradients
-        incoming = self._output_gradients if is_next else self._inputs
-        sent = None if action.sends is None else outgoing.pop(action.sends)
-        link, shape = self._pipeline.links[action.neighbour], None
-        if action.receives is not None:
-            shape = self._pipeline.activations(self._batches[action.receives].tokens.size)
-        arrived = link.exchange(sent, shape)
-        if action.receives is not None:
-            incoming[action.receives] = arrived
-
-    def forward(self, i: int) -> None:
-        if self._pipeline.stage_index == 0:
-            self._inputs[i] = Tensor(self._batches[i].tokens)
-        # Else the last stage's forward pass is part of its backward graph.
-        if self._pipeline.hands_inputs_on:
-            y, flows = self._pipeline.forward_flows(self._inputs[i], self._stage_inputs(i))
-            if self._pipeline.net is None:
-                self._outputs[i], self._flows[i] = y, flows
+    def forward(self, own: Pass) -> None:
+        chunk, at = self._chunks[own.chunk], (own.chunk, own.micro_batch)
+        batch = self._batches[own.micro_batch]
+        x = Tensor(batch.tokens) if chunk.is_first else self.others.take(own)
+        self._inputs[at] = x
+        # Else the last chunk's forward pass is part of its backward graph.
+        if chunk.hands_inputs_on:
+            with self._span(own):
+                y, flows = chunk.forward_flows(x, tensors_of(StageInputs, batch))
+            if not chunk.is_last:
+                self.others.make(own, y)
+                self._flows[at] = flows
             else:
-                self._flows[i] = [*flows, y]
+                self._flows[at] = [*flows, y]
 
-    def backward(self, i: int) -> None:
-        x = self._inputs.pop(i)
-        if self._pipeline.net is None:
-            dy = self._output_gradients.pop(i)
-            dx = self._backward(x, dy, *self._stage_inputs(i), *self._flows.pop(i))
+    def backward(self, own: Pass) -> None:
+        chunk, at = self._chunks[own.chunk], (own.chunk, own.micro_batch)
+        batch, compute = self._batches[own.micro_batch], self._backward[own.chunk]
+        x, flows = self._inputs.pop(at), self._flows.pop(at, ())
+        inputs = tensors_of(StageInputs, batch)
+        if not chunk.is_last:
+            dy = self.others.take(own)
+            with self._span(own):
+                dx = compute(x, dy, *inputs, *flows)
         else:
-            head = tensors_of(HeadInputs, self._batches[i])
-            numbers = tensors_of(LossInputs, self._loss_inputs[i])
-            inputs = (*self._stage_inputs(i), *head, *numbers, *self._flows.pop(i, ()))
-            _, logp, entropy, dx = self._backward(x, *inputs)
-            self.results[i] = logp.asnumpy(), entropy.asnumpy()
-        if self._pipeline.stage_index > 0:
-            self._input_gradients[i] = dx
-
-    def _stage_inputs(self, i: int) -> tuple[Tensor, ...]:
-        return tensors_of(StageInputs, self._batches[i])
+            head = tensors_of(HeadInputs, batch)
+            numbers = tensors_of(LossInputs, self._loss_inputs[own.micro_batch])
+            with self._span(own):
+                _, logp, entropy, dx = compute(x, *inputs, *head, *numbers, *flows)
+                self.results[own.micro_batch] = logp.asnumpy(), entropy.asnumpy()
+        if not chunk.is_first:
+            self.others.make(own, dx)

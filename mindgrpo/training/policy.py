@@ -13,7 +13,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs
-from mindgrpo.models.pipeline import ForwardPipeline, Predictions, shape_choice
+from mindgrpo.models.pipeline import Chunk, ForwardPipeline, Predictions, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
@@ -89,7 +89,7 @@ class Policy:
             self.trained if self.has_masters else None,
             self._is_sharded,
         )
-        self._backward: dict[bool, Any] = {}
+        self._backward: dict[tuple[Chunk, bool], Any] = {}
         self.version = 0
         self.updates = 0
 
@@ -120,19 +120,22 @@ class Policy:
         """
         self.optimizer.weights_changed()
 
-    def _backward_graph(self, has_old: bool) -> Any:
-        """Returns the stage's backward; only the last stage's differs by whether old log-probs are given."""
-        if has_old not in self._backward:
+    def _backward_graph(self, chunk: Chunk, has_old: bool) -> Any:
+        """Returns the chunk's backward; only that of the last differs by whether old log-probs are given."""
+        key = chunk, has_old and chunk.is_last
+        if key not in self._backward:
             parameters = self.trained.parameters
             trained = Trained(parameters, self.gradients.parameters, self.settings.loss_scale)
-            net, shard = self.pipeline.net, self.shard
-            if net is not None:
-                loss = PolicyLoss(self.settings.loss_config, has_old, shard.context_group)
-                cell = LossStep(net, shard.layers, shard.head_key, loss, trained)
+            shard, cell = chunk.shard, None
+            if chunk.net is None:
+                cell = StageBackward(chunk.stage, shard.layers, trained)
             else:
-                cell = StageBackward(self.pipeline.stage, shard.layers, trained)
-            self._backward[has_old] = self.backend.graph(cell, "policy backward")
-        return self._backward[has_old]
+                loss = PolicyLoss(self.settings.loss_config, has_old, shard.context_group)
+                cell = LossStep(chunk.net, shard.layers, shard.head_key, loss, trained)
+            shard.restore_names()
+            self.gradients.restore_names()
+            self._backward[key] = self.backend.graph(cell, f"{chunk.name} backward")
+        return self._backward[key]
 
     def accumulate(
         self,
@@ -141,7 +144,7 @@ class Policy:
         has_old: bool,
     ) -> list[Predictions] | None:
         """Adds the micro-batches' gradients; `loss_inputs[i]` are arrays."""
-        backward = self._backward_graph(has_old)
+        backward = [self._backward_graph(chunk, has_old) for chunk in self.pipeline.chunks]
         return forward_backward(self.pipeline, batches, backward, loss_inputs)
 
     def gradient_norm(self) -> float:

@@ -218,6 +218,14 @@ class Weights:
     def _parameter_of(self, entry: FusedTensor) -> Any:
         return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
 
+    def restore_names(self) -> None:
+        """Gives parameters their names again, which a cell changes to where they are in it.
+
+        In the chunks of a stage they may be in the same place, and a graph takes no two of one name.
+        """
+        for key, parameter in self.parameters.items():
+            parameter.name = f"{self.name}.{key}"
+
     @contextmanager
     def on_host(self, write: bool = False) -> Iterator[WeightArrays]:
         """Yields the values as arrays, valid inside; with `write`, what was written goes to the device."""

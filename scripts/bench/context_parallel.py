@@ -80,7 +80,7 @@ def policy_of(backend: Any, tokens: int) -> Any:
 
 def planned_bytes(policy: Any, tokens: int) -> int:
     from mindgrpo.models.shard import LOGITS_BYTES
-    from mindgrpo.plan.activations import Block, Graphs, StageLayers, update_bytes
+    from mindgrpo.plan.activations import Block, ChunkLayers, Graphs, update_bytes
 
     shard, shape = policy.shard, policy.settings.shape
     block = Block(MODEL["hidden_size"], MODEL["intermediate_size"], shard.heads())
@@ -89,8 +89,8 @@ def planned_bytes(policy: Any, tokens: int) -> int:
     graphs = Graphs(*sizes, summed=0, context_ranks=shape.context_ranks)
     by_layer = [0] * MODEL["num_hidden_layers"]
     table = 4 * shard.local_vocab * MODEL["hidden_size"]
-    stage = StageLayers([frozenset()] * len(by_layer), by_layer, 1, table, table)
-    return update_bytes(graphs, stage).total
+    layers = ChunkLayers([frozenset()] * len(by_layer), by_layer, 0, table, table)
+    return update_bytes(graphs, layers).total
 
 
 def measure(given: argparse.Namespace) -> None:

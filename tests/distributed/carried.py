@@ -63,7 +63,7 @@ def _through_link(backend: Backend) -> list[int]:
 
 
 def _marks(arrived: Any) -> list[int]:
-    array = arrived.asnumpy()
+    array = arrived().asnumpy()
     return [int(array[0, 0]) if (array == array[0, 0]).all() else -1]
 
 

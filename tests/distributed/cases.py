@@ -37,6 +37,8 @@ _SMALL: dict[str, Any] = {
 # Divides into the leaves of sums over ranks.
 QWEN2 = {"model_type": "qwen2", **_SMALL, "vocab_size": 64}
 QWEN3 = {"model_type": "qwen3", **_SMALL, "head_dim": 8}
+# Of two stages, and of four or three, with several chunks each; 8 layers make six parts of 1 or 2.
+DEEPER, DEEP = QWEN2 | {"num_hidden_layers": 5}, QWEN2 | {"num_hidden_layers": 8}
 # Norms over projections whose heads lie on several ranks, behind their biases.
 OLMO2 = {
     "model_type": "olmo2",
@@ -107,13 +109,13 @@ class Recipe:
 
 
 RECIPES = {
-    "one update": Recipe(QWEN2),
+    "one update": Recipe(DEEP),
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
     "olmo2": Recipe(OLMO2, sampling={"stop_ids": tuple(range(6))}, in_loop=False),
     # Its distributions are sharp: with more stop ids some completions end early.
     "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
-    "low rank": Recipe(QWEN2, lora=(3, 6.0)),
+    "low rank": Recipe(DEEPER, lora=(3, 6.0)),
     "dapo": Recipe(
         QWEN2,
         num_iterations=2,
@@ -165,7 +167,7 @@ RECIPES = {
     ),
     # Context between turns, and groups without advantage, which go forward only.
     "tools": Recipe(
-        QWEN2,
+        DEEPER,
         sampling={"stop_ids": tuple(range(30)), "min_tokens": 0},
         loss_config={"beta": 0.0},
         equal_groups=True,
@@ -208,6 +210,8 @@ class Case:
     splits_tokens: bool = False
     # The optimizer's state is shared out over replicas.
     shards_optimizer: bool = False
+    # Of layers, of each stage of `train`.
+    chunks: int = 1
 
     @property
     def world(self) -> tuple[int, str]:
@@ -233,7 +237,8 @@ class Case:
         train, infer = "x".join(map(str, self.train)), "x".join(map(str, self.infer))
         over = "" if self.backend == "shared_memory" else f", {self.backend}"
         split = ", tokens split" if self.splits_tokens else ""
-        return f"{self.recipe}, train {train}, generate {infer}{split}{over}"
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.recipe}, train {train}{chunks}, generate {infer}{split}{over}"
 
 
 ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
@@ -249,13 +254,14 @@ SPREAD = (
     Case("dapo", (1, 1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (2, 2, 1, 2), (2, 4), splits_tokens=True, shards_optimizer=True),
     Case("two iterations", (1, 4, 2), (2, 4)),
-    Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True),
+    Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True, chunks=2),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
-    Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True),
+    Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True, chunks=2),
+    Case("one update", (1, 1, 4), (2, 2), recompute=True, chunks=2),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
-    # A stage in the middle.
-    Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256),
+    # A stage in the middle, and a ring of an odd length.
+    Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256, chunks=2),
     Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256, shards_optimizer=True),
     Case("one update", (1, 2, 1, 2), (2, 2), backend="device", splits_tokens=True),
 )
@@ -267,6 +273,8 @@ _POWERS = (1, 2, 4, 8)
 TRAIN_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1, 2, 4)) if g[0] * g[1] * g[2] <= 8)
 INFER_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <= 8)
 SAVED: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (2, 2, 2), (8, 1, 1), (1, 2, 1), (2, 1, 4))
+# Of layouts whose stages have several, the chunks of each.
+CHUNKS = {(2, 2, 2): 2, (1, 2, 2): 2}
 # Every layout at least twice on its side; tests/test_reshard_plan.py has the plans of all pairs.
 PAIRS = tuple(
     pair

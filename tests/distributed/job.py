@@ -71,8 +71,10 @@ BUCKET_BYTES = 32 << 10  # several rounds a pair
 SEED = 5
 
 
-def layout_of(config: DecoderConfig, mesh: Mesh, splits_tokens: bool = False) -> Layout:
-    return Layout.of(mesh, parameter_specs(config, splits_tokens), splits_tokens=splits_tokens)
+def layout_of(
+    config: DecoderConfig, mesh: Mesh, splits_tokens: bool = False, chunks: int = 1
+) -> Layout:
+    return Layout.of(mesh, parameter_specs(config, splits_tokens), 0, splits_tokens, chunks)
 
 
 def as_of_another_engine(rollout: Rollout) -> Rollout:
@@ -92,7 +94,8 @@ class Run:
         backend.kernels.batch_invariant = case.batch_invariant
         self.recipe = c.RECIPES[case.recipe]
         self.config = decoder_config(self.recipe.model, "the test's model")
-        self.train = layout_of(self.config, Mesh(*case.train), case.splits_tokens)
+        mesh = Mesh(*case.train)
+        self.train = layout_of(self.config, mesh, case.splits_tokens, case.chunks)
         self.infer = layout_of(self.config, Mesh(*case.infer))
         self.policy = self._policy()
         self.generator = self._generator()
@@ -291,7 +294,7 @@ class Mover:
         self._wanted = {("float32", g): host_sums(weights) for g, weights in self.filled.items()}
 
     def _filled(self, mesh: tuple[int, int, int], dtype: Dtype) -> Weights:
-        layout = layout_of(self.config, Mesh(*mesh))
+        layout = layout_of(self.config, Mesh(*mesh), chunks=c.CHUNKS.get(mesh, 1))
         weights = Weights(layout, self.backend.rank, self.backend, shared=True, dtype=dtype)
         fill_random(weights, SEED)
         return weights

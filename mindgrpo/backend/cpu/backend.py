@@ -6,9 +6,10 @@ They never form MindSpore's cluster, which takes seconds to join and to leave.
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -58,17 +59,45 @@ class CpuGraph(Graph):
 
 
 class CpuLink(Link):
-    """A ring of slots in each direction, so that a sender runs ahead."""
+    """A ring of slots in each direction, so that a sender runs ahead; what arrives is read when it is needed.
+
+    Or when its slot is: the n-th exchange never waits for a later one of the other end.
+    """
 
     def __init__(self, outgoing: SharedLink, incoming: SharedLink) -> None:
         self._outgoing, self._incoming = outgoing, incoming
+        # Numbers and shapes of what has not been read; by number, what has been read and not been asked for.
+        self._unread: deque[tuple[int, Sequence[int]]] = deque()
+        self._read: dict[int, Tensor] = {}
+        self._count = 0
 
-    def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
+    def exchange(
+        self, outgoing: Any | None, receives: Sequence[int] | None
+    ) -> Callable[[], Tensor | None]:
+        take: Callable[[], Tensor | None] = nothing
+        # Before it sends, or both ends would wait for the other's slots.
+        if receives is not None:
+            take = partial(self._take, self._count)
+            self._unread.append((self._count, receives))
+            self._count += 1
+            if len(self._unread) > SharedLink.SLOTS:
+                self._read_next()
         if outgoing is not None:
             self._outgoing.send(outgoing.asnumpy())
-        if receives is None:
-            return None
-        return Tensor.from_numpy(self._incoming.receive(receives, np.float32))
+        return take
+
+    def _read_next(self) -> None:
+        number, shape = self._unread.popleft()
+        self._read[number] = Tensor.from_numpy(self._incoming.receive(shape, np.float32))
+
+    def _take(self, number: int) -> Tensor:
+        while number not in self._read:
+            self._read_next()
+        return self._read.pop(number)
+
+
+def nothing() -> None:
+    """Returns what an exchange brings that receives nothing."""
 
 
 def _notices() -> tuple[str, ...]:

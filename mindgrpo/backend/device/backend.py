@@ -80,12 +80,14 @@ class DeviceLink(Link):
     def __init__(self, peer: int, backend: DeviceBackend) -> None:
         self._peer, self._backend = peer, backend
 
-    def exchange(self, outgoing: Any | None, receives: Sequence[int] | None) -> Any | None:
+    def exchange(
+        self, outgoing: Any | None, receives: Sequence[int] | None
+    ) -> Callable[[], Any | None]:
         backend = self._backend
         sends = {} if outgoing is None else {self._peer: [outgoing]}
         arrived = None if receives is None else backend.zeros(receives, backend.compute_dtype)
         backend.exchange(sends, {} if arrived is None else {self._peer: [arrived]})
-        return arrived
+        return lambda: arrived
 
 
 @contextmanager

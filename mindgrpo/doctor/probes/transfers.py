@@ -85,7 +85,7 @@ def _links(backend: Backend) -> Seen:
 
     def move() -> Any:
         if link is not None:
-            return link.exchange(*((None, shape) if backend.rank % 2 else (values, None)))
+            return link.exchange(*((None, shape) if backend.rank % 2 else (values, None)))()
 
     arrived = move()
     moved, seconds = values.itemsize * shape[0], _timed(backend, move)
