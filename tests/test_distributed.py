@@ -70,6 +70,8 @@ def _launch(which: Which, folder: Path) -> World:
     if which[1] == "device":
         # The portable reference in all: MindSpore's own operations, and waits in Python.
         environment["MINDGRPO_NATIVE"] = "0"
+        # A stage may wait for others to compile; MindSpore's own limit is half a minute.
+        environment["MS_NODE_TIMEOUT"] = str(LAUNCH_SECONDS)
     # The scheduler and every rank find the programs and mindgrpo as this process does.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
     environment["PYTHONPATH"] = f"{HERE.parent}:{environment.get('PYTHONPATH', '')}"
