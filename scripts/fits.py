@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ PAGE = ROOT / "docs" / "fits.md"
 EXAMPLES = ROOT / "examples" / "ascend"
 BASE = EXAMPLES / "qwen2_5_7b_8npu" / "grpo_config.yaml"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
+LONG_ROWS = re.compile(r"(?<=<!-- long rows -->\n).*?(?=<!-- end of long rows -->)", re.DOTALL)
 OUTPUT = re.compile(r"(?<=```text\n).*?(?=```)", re.DOTALL)
 COSTS = re.compile(r"(?<=<!-- costs -->\n).*?(?=<!-- end of costs -->)", re.DOTALL)
 PHASES = ("reshard", "rollout", "reference", "update")
@@ -35,13 +36,20 @@ PHASES = ("reshard", "rollout", "reference", "update")
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts are (dp, mp, pp) and (dp, mp); `sharded` is the optimizer's state, over the replicas."""
+    """Layouts are (dp, mp, pp) and (dp, mp), that of the reference is the latter.
+
+    `sharded` is the optimizer's state, over the replicas; `offloaded` are its moments; tokens of policy and reference
+    are split.
+    """
 
     size: str
     devices: int
     train: tuple[int, int, int]
     infer: tuple[int, int]
     sharded: bool = False
+    offloaded: bool = False
+    splits_tokens: bool = False
+    seq_length: int = 8192
 
     def words(self) -> list[str]:
         model = f"./model_configs/qwen_grpo/qwen2_5_{self.size}/finetune_qwen2_5_{self.size}.yaml"
@@ -51,7 +59,16 @@ class Case:
         for role, layout in layouts.items():
             for axis, degree in zip(axes, layout, strict=False):
                 words += [f"--{role}_config.parallel_config.{axis}", str(degree)]
-        return [*words, "--actor_config.enable_parallel_optimizer", str(self.sharded).lower()]
+        keys = {
+            "actor_config.enable_parallel_optimizer": self.sharded,
+            "actor_config.optimizer.opt_offload": self.offloaded,
+            "actor_config.parallel_config.use_seq_parallel": self.splits_tokens,
+            "ref_config.parallel_config.use_seq_parallel": self.splits_tokens,
+            "rl_config.seq_length": self.seq_length,
+        }
+        for key, value in keys.items():
+            words += [f"--{key}", str(value).lower()]
+        return words
 
 
 CASES = (
@@ -70,18 +87,33 @@ CASES = (
     Case("72b", 64, (2, 8, 4), (8, 8)),
     Case("72b", 64, (2, 8, 4), (8, 8), sharded=True),
 )
+# What each of these saves of long rows.
+_LONGER = (
+    {},
+    {"splits_tokens": True},
+    {"splits_tokens": True, "offloaded": True},
+)
+LONGER = tuple(
+    Case(*case, **settings, seq_length=seq_length)
+    for case in (("32b", 8, (1, 8, 1), (1, 8)), ("72b", 16, (1, 8, 2), (2, 8)))
+    for seq_length in (8192, 32768)
+    for settings in _LONGER
+)
 
 
-def row(case: Case) -> str:
+def row(case: Case, with_length: bool = False) -> str:
     loaded = load_config(BASE, case.words())
     model, _ = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, case.devices)
     needs = {need.phase: need.total / 2**30 for need in phase_needs(plan)}
     sizes = " | ".join(f"{needs[phase]:.1f}" for phase in PHASES)
     fit = verdict(loaded, plan)
-    optimizer = ", optimizer sharded" if case.sharded else ""
-    layouts = f"{plan.train.mesh}{optimizer} | {plan.infer.mesh}"
-    return f"| {case.size.upper()} | {case.devices} | {layouts} | {sizes} | {said(fit)} |"
+    trains = str(plan.train.mesh)
+    trains += ", sequence parallel" * case.splits_tokens + ", optimizer sharded" * case.sharded
+    trains += ", moments on the host" * case.offloaded
+    length = f" | {case.seq_length:,}" if with_length else ""
+    layouts = f"{trains} | {plan.infer.mesh}"
+    return f"| {case.size.upper()} | {case.devices}{length} | {layouts} | {sizes} | {said(fit)} |"
 
 
 def said(fit: Verdict) -> str:
@@ -101,10 +133,11 @@ def short(change: Change) -> str:
     return f"`--{key} {str(value).lower()}`"
 
 
-def table() -> str:
-    head = ["model", "devices", "trains in", "generates in", *PHASES, "58 GiB a device"]
+def table(cases: Sequence[Case], with_length: bool = False) -> str:
+    length = ["tokens a row"] if with_length else []
+    head = ["model", "devices", *length, "trains in", "generates in", *PHASES, "58 GiB a device"]
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
-    return "\n".join([*lines, *map(row, CASES), ""])
+    return "\n".join([*lines, *(row(case, with_length) for case in cases), ""])
 
 
 # Settings of BASE that are changed, and to what.
@@ -148,7 +181,8 @@ def filled(where: re.Pattern[str], text: str, page: Path) -> str:
 
 def pages() -> Iterator[tuple[Path, str]]:
     """Each file with what it should hold. Has to run in the repository's folder, where paths of examples count from."""
-    yield PAGE, filled(TABLE, table(), PAGE)
+    longer = table(LONGER, with_length=True)
+    yield PAGE, LONG_ROWS.sub(lambda _: longer, filled(TABLE, table(CASES), PAGE))
     for config in sorted(EXAMPLES.glob("*/grpo_config.yaml")):
         page = config.with_name("README.md")
         yield page, COSTS.sub(lambda _: costs(), filled(OUTPUT, plan_of(config), page))
