@@ -36,7 +36,7 @@ PHASES = ("reshard", "rollout", "reference", "update")
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts are (dp, mp, pp) and (dp, mp), that of the reference is the latter.
+    """Layouts are (dp, mp, pp, and cp) and (dp, mp), that of the reference is the latter.
 
     `sharded` is the optimizer's state, over the replicas; `offloaded` are its moments; tokens of policy and reference
     are split.
@@ -44,7 +44,7 @@ class Case:
 
     size: str
     devices: int
-    train: tuple[int, int, int]
+    train: tuple[int, ...]
     infer: tuple[int, int]
     sharded: bool = False
     offloaded: bool = False
@@ -54,7 +54,7 @@ class Case:
     def words(self) -> list[str]:
         model = f"./model_configs/qwen_grpo/qwen2_5_{self.size}/finetune_qwen2_5_{self.size}.yaml"
         words = ["--actor_config.model_config", model]
-        axes = ("data_parallel", "model_parallel", "pipeline_stage")
+        axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
         layouts = {"actor": self.train, "generate": self.infer, "ref": self.infer}
         for role, layout in layouts.items():
             for axis, degree in zip(axes, layout, strict=False):
@@ -93,11 +93,21 @@ _LONGER = (
     {"splits_tokens": True},
     {"splits_tokens": True, "offloaded": True},
 )
-LONGER = tuple(
-    Case(*case, **settings, seq_length=seq_length)
-    for case in (("32b", 8, (1, 8, 1), (1, 8)), ("72b", 16, (1, 8, 2), (2, 8)))
-    for seq_length in (8192, 32768)
-    for settings in _LONGER
+LONGER = (
+    *(
+        Case(*case, **settings, seq_length=seq_length)
+        for case in (("32b", 8, (1, 8, 1), (1, 8)), ("72b", 16, (1, 8, 2), (2, 8)))
+        for seq_length in (8192, 32768)
+        for settings in _LONGER
+    ),
+    *(
+        Case("32b", 8 * cp, (1, 8, 1, cp), (cp, 8), splits_tokens=True, **settings)
+        for cp in (2, 4)
+        for settings in (
+            {"seq_length": 131072, "offloaded": True},
+            {"seq_length": 131072, "sharded": True},
+        )
+    ),
 )
 
 
