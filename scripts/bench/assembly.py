@@ -20,7 +20,7 @@ from mindgrpo.backend.connect import RuntimeSettings, connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import resolve_compute_dtype, resolve_matmul_precision
 from mindgrpo.backend.kernels.shapes import SamplingParams
-from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.backend.targets import choose_target
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import make_roles, make_stepper
@@ -40,17 +40,20 @@ MICRO_BATCH_TOKENS = 2304
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
-def join_ranks(asked: str = "highest", dtype: str = "float32") -> Backend | None:
+def join_ranks(
+    asked: str = "highest", dtype: str = "float32", backend: str | None = None
+) -> Backend | None:
     """None in msrun's scheduler, which serves the cluster until the ranks have ended.
 
-    `asked` is what context.float32_matmul_precision says, `dtype` what context.compute_dtype does.
+    `asked`, `dtype` and `backend` are context.float32_matmul_precision, compute_dtype and backend.
     """
-    has_kernels = keeps_slots(SHARED_MEMORY)
-    precision = resolve_matmul_precision(asked, SHARED_MEMORY, has_kernels)
-    own = resolve_compute_dtype(dtype, SHARED_MEMORY, True, has_kernels, asked)
+    target = choose_target("CPU", backend)
+    has_kernels = keeps_slots(target)
+    precision = resolve_matmul_precision(asked, target, has_kernels)
+    own = resolve_compute_dtype(dtype, target, True, has_kernels, asked)
     settings = RuntimeSettings(matmul_precision=precision, compute_dtype=own)
-    backend = connect(SHARED_MEMORY, dict(os.environ), settings)
-    return None if os.environ.get("MS_ROLE") == "MS_SCHED" else backend
+    joined = connect(target, dict(os.environ), settings)
+    return None if os.environ.get("MS_ROLE") == "MS_SCHED" else joined
 
 
 @dataclass(frozen=True)

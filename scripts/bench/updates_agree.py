@@ -1,0 +1,206 @@
+"""How far a step's losses, norms and gradients, and the next step's tokens, are from those of one rank, by layout.
+
+updates_agree.py [--backend shared_memory|device] prints one JSON line: of every layout of {data, model, context,
+pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP) and a sharded optimizer (ZeRO-1), the
+tokens whose log-probs differ in any bit from those of one rank; of the loss, of the norm and of the gradients, element
+by element on every rank, the largest difference (of a gradient relative to its tensor's largest element); and the
+completions of the next step that differ. One launch a number of ranks. Weights, prompts and rewards are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+from work import Work
+
+MODEL = {
+    "model_type": "qwen2",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+WORK = Work(MODEL, prompts=8, generations=4, prompt_tokens=16, new_tokens=24)
+MOST_RANKS = 8
+BACKENDS = ("shared_memory", "device")
+REFERENCE = "one.npz"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A layout of the policy."""
+
+    data: int
+    model: int
+    context: int
+    pipeline: int
+    splits_tokens: bool = False
+    shards_optimizer: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.model * self.context * self.pipeline
+
+    @property
+    def name(self) -> str:
+        degrees = {
+            "DP": self.data,
+            "MP": self.model,
+            "CP": self.context,
+            "PP": self.pipeline,
+        }
+        words = [f"{axis}{size}" for axis, size in degrees.items() if size > 1]
+        words += ["SP"] * self.splits_tokens + ["ZeRO-1"] * self.shards_optimizer
+        return "/".join(words) or "one rank"
+
+    @property
+    def generator(self) -> tuple[int, int]:
+        """Its data- and model-parallel degree, on the same ranks."""
+        model = min(2, self.ranks)
+        return self.ranks // model, model
+
+    def config(self, backend: str) -> Any:
+        import assembly
+
+        rows = assembly.Rows(2, 2)
+        config = assembly.configuration(
+            WORK, (self.data, self.model, self.pipeline), self.generator, rows, beta=0.0
+        )
+        mesh = config.actor_config.parallel_config.model_copy(
+            update={"context_parallel": self.context, "use_seq_parallel": self.splits_tokens}
+        )
+        changes = {"parallel_config": mesh, "enable_parallel_optimizer": self.shards_optimizer}
+        actor = config.actor_config.model_copy(update=changes)
+        context = config.context.model_copy(update={"backend": backend, "device_target": "CPU"})
+        return config.model_copy(update={"actor_config": actor, "context": context})
+
+
+def trained_on(ranks: int) -> list[Trained]:
+    found = []
+    for *degrees, split, shard in product(*[(1, 2)] * 4, *[(False, True)] * 2):
+        layout = Trained(*degrees, split, shard)
+        has_effect = (layout.model > 1 or not split) and (
+            layout.data * layout.context > 1 or not shard
+        )
+        if layout.ranks == ranks and has_effect:
+            found.append(layout)
+    return found
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
+    parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+class Gradients:
+    """What `policy` is about to apply: of each parameter the part that this rank has the sums of, and its place."""
+
+    def __init__(self, policy: Any) -> None:
+        self.parts: dict[str, tuple[tuple[slice, ...], np.ndarray]] = {}
+        self._policy, self._apply = policy, policy.apply
+        policy.apply = self._kept
+
+    def _kept(self, norm: float, lr: float) -> None:
+        gradients = self._policy.gradients
+        own = self._policy.optimizer.first.layout.held_by(gradients.rank)
+        with gradients.on_host() as host:
+            for name, box in own.items():
+                inner = box.within(gradients.boxes[name]).slices
+                self.parts[name] = box.slices, host.hf_views[name][inner].copy()
+        self._apply(norm, lr)
+
+
+def stepped(layout: Trained, backend: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two steps: numbers and arrays that all ranks have alike, and the gradients' parts of this rank."""
+    import assembly
+
+    model = assembly.model_of(WORK)
+    plan = assembly.plan_of(config, model, backend.world_size)
+    roles = assembly.roles_of(plan, backend)
+    stepper = assembly.stepper_of(roles, WORK)
+    gradients = Gradients(roles.policy)
+    outcome = stepper.run(0)
+    report, parts = outcome.reports[0], dict(gradients.parts)
+    tokens = [sample.tokens for sample in stepper.run(1).batch.rollout.samples]
+    alike = {
+        "logps": np.concatenate([report.logps[i] for i in range(WORK.samples)]),
+        "loss": report.loss,
+        "norm": report.grad_norm,
+        "tokens": np.stack(tokens),
+    }
+    return alike, parts
+
+
+def measure(given: argparse.Namespace) -> None:
+    import assembly
+
+    backend = assembly.join_ranks(backend=given.backend)
+    if backend is None:
+        return
+    figures: dict[str, Any] = {}
+    for layout in trained_on(given.ranks):
+        alike, parts = stepped(layout, backend, layout.config(given.backend))
+        if given.ranks == 1:
+            whole = {f"gradient of {name}": part for name, (_, part) in parts.items()}
+            np.savez(given.folder / REFERENCE, **alike, **whole)
+        with np.load(given.folder / REFERENCE) as one:
+            figures[layout.name] = compared(alike, parts, one, backend)
+    if backend.rank == 0:
+        launching.give_figures(figures)
+    backend.close()
+
+
+def compared(
+    alike: dict[str, Any], parts: dict[str, Any], one: Any, backend: Any
+) -> dict[str, Any]:
+    differences = {}
+    for name, (place, part) in parts.items():
+        whole = one[f"gradient of {name}"]
+        differences[name] = float(np.abs(part - whole[place]).max() / np.abs(whole).max())
+    worst = max(differences, key=lambda name: differences[name])
+    by_rank = backend.world.gather_objects((differences[worst], worst))
+    return {
+        "log-probs": int((alike["logps"] != one["logps"]).sum()),
+        "loss": abs(alike["loss"] - float(one["loss"])),
+        "norm": abs(alike["norm"] / float(one["norm"]) - 1),
+        "gradient": max(by_rank),
+        "completions": int((alike["tokens"] != one["tokens"]).any(axis=1).sum()),
+    }
+
+
+def figures_of(backend: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="mindgrpo-bench-") as folder:
+        ranks = 1
+        while ranks <= MOST_RANKS:
+            words = [f"--backend={backend}", f"--ranks={ranks}", f"--folder={folder}"]
+            found |= launching.run_on_ranks(__file__, words, ranks)
+            ranks *= 2
+    return found
+
+
+def main() -> None:
+    given = options()
+    if launching.is_rank():
+        measure(given)
+    else:
+        print(json.dumps({"bench": "updates_agree", given.backend: figures_of(given.backend)}))
+
+
+if __name__ == "__main__":
+    main()
