@@ -13,7 +13,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindgrpo.cli.plan import print_plan, shapes_of
@@ -87,26 +87,27 @@ CASES = (
     Case("72b", 64, (2, 8, 4), (8, 8)),
     Case("72b", 64, (2, 8, 4), (8, 8), sharded=True),
 )
-# What each of these saves of long rows.
-_LONGER = (
-    {},
-    {"splits_tokens": True},
-    {"splits_tokens": True, "offloaded": True},
-)
+# What each setting saves of long rows.
 LONGER = (
     *(
-        Case(*case, **settings, seq_length=seq_length)
-        for case in (("32b", 8, (1, 8, 1), (1, 8)), ("72b", 16, (1, 8, 2), (2, 8)))
+        replace(case, seq_length=seq_length, splits_tokens=split, offloaded=offloaded)
+        for case in (Case("32b", 8, (1, 8, 1), (1, 8)), Case("72b", 16, (1, 8, 2), (2, 8)))
         for seq_length in (8192, 32768)
-        for settings in _LONGER
+        for split, offloaded in ((False, False), (True, False), (True, True))
     ),
     *(
-        Case("32b", 8 * cp, (1, 8, 1, cp), (cp, 8), splits_tokens=True, **settings)
-        for cp in (2, 4)
-        for settings in (
-            {"seq_length": 131072, "offloaded": True},
-            {"seq_length": 131072, "sharded": True},
+        Case(
+            "32b",
+            8 * cp,
+            (1, 8, 1, cp),
+            (cp, 8),
+            sharded,
+            not sharded,
+            splits_tokens=True,
+            seq_length=131072,
         )
+        for cp in (2, 4)
+        for sharded in (False, True)
     ),
 )
 

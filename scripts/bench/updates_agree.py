@@ -1,10 +1,11 @@
 """How far a step's losses, norms and gradients, and the next step's tokens, are from those of one rank, by layout.
 
-updates_agree.py [--backend shared_memory|device] prints one JSON line: of every layout of {data, model, context,
-pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP) and a sharded optimizer (ZeRO-1), the
-tokens whose log-probs differ in any bit from those of one rank; of the loss, of the norm and of the gradients, element
-by element on every rank, the largest difference (of a gradient relative to its tensor's largest element); and the
-completions of the next step that differ. One launch a number of ranks. Weights, prompts and rewards are random.
+updates_agree.py [--backend shared_memory|device] [--layouts DP2/CP2,...] prints one JSON line: of every layout of
+{data, model, context, pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP) and a sharded
+optimizer (ZeRO-1), or of those named, the tokens whose log-probs differ in any bit from those of one rank; of the loss,
+of the norm and of the gradients, element by element on every rank, the largest difference (of a gradient relative to
+its tensor's largest element); and the completions of the next step that differ. One launch a number of ranks. Weights,
+prompts and rewards are random.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -33,7 +35,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 WORK = Work(MODEL, prompts=8, generations=4, prompt_tokens=16, new_tokens=24)
-MOST_RANKS = 8
+RANKS = (1, 2, 4, 8)
 BACKENDS = ("shared_memory", "device")
 REFERENCE = "one.npz"
 
@@ -87,14 +89,18 @@ class Trained:
         return config.model_copy(update={"actor_config": actor, "context": context})
 
 
-def trained_on(ranks: int) -> list[Trained]:
+def trained_on(ranks: int, names: Sequence[str]) -> list[Trained]:
+    """The layouts of so many ranks; of these the named ones, unless there is one rank or none is named."""
     found = []
-    for *degrees, split, shard in product(*[(1, 2)] * 4, *[(False, True)] * 2):
-        layout = Trained(*degrees, split, shard)
+    either = (False, True)
+    for *degrees, split, shard in product(*[(1, 2)] * 4, either, either):
+        data, model, context, pipeline = degrees
+        layout = Trained(data, model, context, pipeline, bool(split), bool(shard))
         has_effect = (layout.model > 1 or not split) and (
             layout.data * layout.context > 1 or not shard
         )
-        if layout.ranks == ranks and has_effect:
+        is_asked = ranks == 1 or not names or layout.name in names
+        if layout.ranks == ranks and has_effect and is_asked:
             found.append(layout)
     return found
 
@@ -102,6 +108,7 @@ def trained_on(ranks: int) -> list[Trained]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
+    parser.add_argument("--layouts", type=lambda text: text.split(",") if text else (), default=())
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -153,7 +160,7 @@ def measure(given: argparse.Namespace) -> None:
     if backend is None:
         return
     figures: dict[str, Any] = {}
-    for layout in trained_on(given.ranks):
+    for layout in trained_on(given.ranks, given.layouts):
         alike, parts = stepped(layout, backend, layout.config(given.backend))
         if given.ranks == 1:
             whole = {f"gradient of {name}": part for name, (_, part) in parts.items()}
@@ -183,14 +190,14 @@ def compared(
     }
 
 
-def figures_of(backend: str) -> dict[str, Any]:
+def figures_of(backend: str, names: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mindgrpo-bench-") as folder:
-        ranks = 1
-        while ranks <= MOST_RANKS:
-            words = [f"--backend={backend}", f"--ranks={ranks}", f"--folder={folder}"]
-            found |= launching.run_on_ranks(__file__, words, ranks)
-            ranks *= 2
+        for ranks in RANKS:
+            if trained_on(ranks, names):
+                words = [f"--backend={backend}", f"--ranks={ranks}", f"--folder={folder}"]
+                words.append(f"--layouts={','.join(names)}")
+                found |= launching.run_on_ranks(__file__, words, ranks)
     return found
 
 
@@ -199,7 +206,11 @@ def main() -> None:
     if launching.is_rank():
         measure(given)
     else:
-        print(json.dumps({"bench": "updates_agree", given.backend: figures_of(given.backend)}))
+        print(
+            json.dumps(
+                {"bench": "updates_agree", given.backend: figures_of(given.backend, given.layouts)}
+            )
+        )
 
 
 if __name__ == "__main__":
