@@ -20,7 +20,7 @@ from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.log_probs import TokenLogProbs
-from mindgrpo.models.parallel_cells import OwnRows, Same
+from mindgrpo.models.parallel_cells import Same, UnsharedRows
 from mindgrpo.models.shard import Shard
 
 
@@ -218,7 +218,7 @@ class Rotary:
         """Returns the cell (*StageInputs) -> what attention of layers of that kind takes of them."""
         group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
         if group.size == 1:
-            return OwnRows(kernels.rope_and_mask(table, is_causal))
+            return UnsharedRows(kernels.rope_and_mask(table, is_causal))
         return kernels.context_inputs(table, group.index)
 
     def attention(self, heads: Heads, kind: int, is_causal: bool, gathers_again: bool) -> nn.Cell:

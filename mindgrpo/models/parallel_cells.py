@@ -156,7 +156,7 @@ class Leave(nn.Cell):
         return self.cell(y)
 
 
-class OwnRows(nn.Cell):
+class UnsharedRows(nn.Cell):
     """(positions, spans, columns) -> what `cell` makes of the first two, of rows that no other rank shares."""
 
     def __init__(self, cell: nn.Cell) -> None:

@@ -34,7 +34,7 @@ from mindgrpo.parallel.mesh import Mesh
 Predictions = tuple[np.ndarray, np.ndarray]
 
 
-class Chunk:
+class StageChunk:
     """One chunk of a stage's layers: `forward` is its compiled graph, `net` the layers with the head, on the last one.
 
     With `keeps_flows`, it also returns what its layers get, for a backward pass; the last one by a graph of its own, or
@@ -103,7 +103,7 @@ class ForwardPipeline:
     """Forward passes of `shard`'s stage over micro-batches of at most `widest`; positions stay below `num_positions`.
 
     `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`,
-    in `chunks`; `links` are by stage. `keeps_flows` as in Chunk.
+    in `chunks`; `links` are by stage. `keeps_flows` as in StageChunk.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ForwardPipeline:
         # A row of one sample is its prompt and then its completion: nothing that a mask would have to say.
         is_causal = widest.max_per_row == 1
         self.chunks = tuple(
-            Chunk(
+            StageChunk(
                 own,
                 backend,
                 name if len(shard.chunks) == 1 else f"{name} chunk {number}",

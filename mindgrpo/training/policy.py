@@ -13,7 +13,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs
-from mindgrpo.models.pipeline import Chunk, ForwardPipeline, Predictions, shape_choice
+from mindgrpo.models.pipeline import ForwardPipeline, Predictions, StageChunk, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
@@ -89,7 +89,7 @@ class Policy:
             self.trained if self.has_masters else None,
             self._is_sharded,
         )
-        self._backward: dict[tuple[Chunk, bool], Any] = {}
+        self._backward: dict[tuple[StageChunk, bool], Any] = {}
         self.version = 0
         self.updates = 0
 
@@ -120,7 +120,7 @@ class Policy:
         """
         self.optimizer.weights_changed()
 
-    def _backward_graph(self, chunk: Chunk, has_old: bool) -> Any:
+    def _backward_graph(self, chunk: StageChunk, has_old: bool) -> Any:
         """Returns the chunk's backward; only that of the last differs by whether old log-probs are given."""
         key = chunk, has_old and chunk.is_last
         if key not in self._backward:

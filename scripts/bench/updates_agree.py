@@ -1,11 +1,11 @@
 """How far a step's losses, norms and gradients, and the next step's tokens, are from those of one rank, by layout.
 
 updates_agree.py [--backend shared_memory|device] [--layouts DP2/CP2,...] prints one JSON line: of every layout of
-{data, model, context, pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP) and a sharded
-optimizer (ZeRO-1), or of those named, the tokens whose log-probs differ in any bit from those of one rank; of the loss,
-of the norm and of the gradients, element by element on every rank, the largest difference (of a gradient relative to
-its tensor's largest element); and the completions of the next step that differ. One launch a number of ranks. Weights,
-prompts and rewards are random.
+{data, model, context, pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP), interleaved
+stages (VPP2) and a sharded optimizer (ZeRO-1), or of those named, the tokens whose log-probs differ in any bit from
+those of one rank; of the loss, of the norm and of the gradients, element by element on every rank, the largest
+difference (of a gradient relative to its tensor's largest element); and the completions of the next step that differ.
+One launch a number of ranks. Weights, prompts and rewards are random.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Trained:
     model: int
     context: int
     pipeline: int
+    chunks: int = 1
     splits_tokens: bool = False
     shards_optimizer: bool = False
 
@@ -62,6 +63,7 @@ class Trained:
             "MP": self.model,
             "CP": self.context,
             "PP": self.pipeline,
+            "VPP": self.chunks,
         }
         words = [f"{axis}{size}" for axis, size in degrees.items() if size > 1]
         words += ["SP"] * self.splits_tokens + ["ZeRO-1"] * self.shards_optimizer
@@ -81,7 +83,11 @@ class Trained:
             WORK, (self.data, self.model, self.pipeline), self.generator, rows, beta=0.0
         )
         mesh = config.actor_config.parallel_config.model_copy(
-            update={"context_parallel": self.context, "use_seq_parallel": self.splits_tokens}
+            update={
+                "context_parallel": self.context,
+                "pp_interleave_num": self.chunks,
+                "use_seq_parallel": self.splits_tokens,
+            }
         )
         changes = {"parallel_config": mesh, "enable_parallel_optimizer": self.shards_optimizer}
         actor = config.actor_config.model_copy(update=changes)
@@ -93,11 +99,13 @@ def trained_on(ranks: int, names: Sequence[str]) -> list[Trained]:
     """The layouts of so many ranks; of these the named ones, unless there is one rank or none is named."""
     found = []
     either = (False, True)
-    for *degrees, split, shard in product(*[(1, 2)] * 4, either, either):
-        data, model, context, pipeline = degrees
-        layout = Trained(data, model, context, pipeline, bool(split), bool(shard))
-        has_effect = (layout.model > 1 or not split) and (
-            layout.data * layout.context > 1 or not shard
+    for *degrees, split, shard in product(*[(1, 2)] * 5, either, either):
+        data, model, context, pipeline, chunks = degrees
+        layout = Trained(data, model, context, pipeline, chunks, bool(split), bool(shard))
+        has_effect = (
+            (model > 1 or not split)
+            and (data * context > 1 or not shard)
+            and (pipeline > 1 or chunks == 1)
         )
         is_asked = ranks == 1 or not names or layout.name in names
         if layout.ranks == ranks and has_effect and is_asked:
