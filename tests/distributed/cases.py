@@ -109,7 +109,8 @@ class Recipe:
 
 
 RECIPES = {
-    "one update": Recipe(DEEP),
+    "one update": Recipe(QWEN2),
+    "eight layers": Recipe(DEEP),
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
     "olmo2": Recipe(OLMO2, sampling={"stop_ids": tuple(range(6))}, in_loop=False),
@@ -257,11 +258,11 @@ SPREAD = (
     Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True, chunks=2),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True, chunks=2),
-    Case("one update", (1, 1, 4), (2, 2), recompute=True, chunks=2),
+    Case("eight layers", (1, 1, 4), (2, 2), recompute=True, chunks=2),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.
-    Case("one update", (1, 1, 3), (3, 1), backend="device", widest=256, chunks=2),
+    Case("eight layers", (1, 1, 3), (3, 1), backend="device", widest=256, chunks=2),
     Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256, shards_optimizer=True),
     Case("one update", (1, 2, 1, 2), (2, 2), backend="device", splits_tokens=True),
 )
