@@ -264,8 +264,6 @@ def test_every_method_of_the_contract_is_compared() -> None:
     # Not of devices; and what others take.
     others = {"leave", "adamw", "square_sum", "slots", "float32_matmul", "float32_product"}
     taken = {"rope_and_mask", "cached_angles", "adamw_inputs", "context_inputs"}
-    # It communicates.
-    others |= {"context_attention"}
     assert methods - compared == others | taken
 
 

@@ -206,6 +206,34 @@ class AttentionOfRows(nn.Cell):
         return self.attention(qkv, bias, q_norm, k_norm, one, other)
 
 
+class _Twice(nn.Cell):
+    """What a gather over two ranks gives if both have the same."""
+
+    def construct(self, x: Any) -> Any:
+        return ops.concat((x, x))
+
+
+class AttentionOfSharedRows(nn.Cell):
+    """Computes attention over rows of which the first of two ranks has the same tokens as this, the second."""
+
+    def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.inputs = kernels.context_inputs(rotary, 1)
+        self.attention = kernels.context_attention(heads, rotary, 1, _Twice(), nn.Identity())
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        positions: Any,
+        spans: Any,
+        columns: Any,
+    ) -> Any:
+        return self.attention(qkv, bias, q_norm, k_norm, *self.inputs(positions, spans, columns))
+
+
 class AttentionToCache(nn.Cell):
     """Computes attention of a token of each slot, its angles made from rows of the rotary table."""
 
@@ -263,6 +291,30 @@ def _packed(name: str, sizes: Sizes, is_causal: bool = False, **others: Any) -> 
         return AttentionOfRows(kernels, heads, rotary, is_causal)
 
     return Case(name, "attention", make, inputs, 1, True)
+
+
+def _shared_rows(sizes: Sizes) -> Case:
+    """Makes a case of rows of two halves with the same tokens and positions, of which the second sees the first."""
+    heads, half = Heads(*sizes.heads, has_bias=True), sizes.length // 2
+    columns = np.arange(sizes.length, dtype=np.int32).reshape(2, 1, half).repeat(sizes.rows, 1)
+    positions = np.tile(np.arange(half, dtype=np.int32), (sizes.rows, 2))
+    spans = np.zeros((sizes.rows, sizes.length, 3), np.int32)
+    spans[:, half:] = (0, half, half)
+    inputs = [*_qkv(heads, sizes.rows * half), positions, spans, columns]
+    rotary = _rotary(heads, sizes.length)
+
+    def make(kernels: Kernels) -> nn.Cell:
+        return AttentionOfSharedRows(kernels, heads, rotary)
+
+    def second_half(qkv: np.ndarray, *others: np.ndarray) -> np.ndarray:
+        *own, positions, spans, _ = others
+        twice = np.tile(qkv.reshape(sizes.rows, half, -1), (1, 2, 1)).reshape(-1, heads.width)
+        attention = AttentionOfRows(NumpyKernels(), heads, rotary)
+        mixed = attention.construct(twice, *own, positions, spans)
+        return mixed.reshape(sizes.rows, 2, half, -1)[:, 1].reshape(len(qkv), -1)
+
+    name = "attention in rows that ranks share"
+    return Case(name, "context_attention", make, inputs, 1, True, second_half)
 
 
 def _caches(heads: Heads, rows: int, dtype: Dtype) -> tuple[Parameter, Parameter]:
@@ -401,6 +453,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         _packed("packed attention, biases", sizes, has_bias=True),
         _packed("packed attention, norms", sizes, norm_eps=1e-6),
         _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),
+        _shared_rows(sizes),
         _adamw(sizes),
         _prefill(sizes, dtype),
         _cached("attention to the cache", sizes, dtype, False, has_bias=True),
