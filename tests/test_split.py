@@ -187,7 +187,7 @@ def test_a_number_as_offset_is_refused_unless_it_is_0() -> None:
 def test_chunks_are_dealt_to_stages_in_turn_and_none_is_without_a_layer() -> None:
     for num_layers, stages, chunks in product(range(1, 26), range(2, 5), range(2, 4)):
         if num_layers < stages * chunks:
-            with pytest.raises(UserError, match="lower pipeline_stage or pp_interleave_num"):
+            with pytest.raises(UserError, match=r"lower pipeline_stage \d or pp_interleave_num \d"):
                 layers_of_stage(num_layers, stages, 0, chunks)
             continue
         dealt = layers_of_stage(num_layers, stages, 0, chunks)

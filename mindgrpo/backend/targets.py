@@ -29,7 +29,8 @@ VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 # Methods of kernels/contract.py that a device has operations of its own for: what context.plain_kernels can name.
 FUSED_KERNELS = (
     *("rms_norm", "add_rms_norm", "glu", "add_matmul", "largest"),
-    *("attention", "prefill_attention", "cached_attention", "adamw_cell", "squares"),
+    *("attention", "context_attention", "prefill_attention", "cached_attention"),
+    *("adamw_cell", "squares"),
 )
 # The launcher sets it where a job has several hosts.
 RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"

@@ -154,10 +154,10 @@ def layers_of_stage(
     """
     num_parts = pipeline_stage * pp_interleave_num
     base, left_over = divmod(num_layers, num_parts)
-    over, keys = f"{pipeline_stage} stages", "pipeline_stage"
+    over, keys = f"{pipeline_stage} stages", f"pipeline_stage {pipeline_stage}"
     if pp_interleave_num > 1:
         over += f" of {pp_interleave_num} chunks"
-        keys += " or pp_interleave_num"
+        keys += f" or pp_interleave_num {pp_interleave_num}"
     if base < 1:
         raise UserError(
             f"{num_layers} layers cannot be split over {over}, each of which needs a layer; lower {keys}."

@@ -55,7 +55,8 @@ class Kernels:
         """Computes the methods `names` as this class defines them from now on, without this object's own kernels."""
         # Masks, angles and numbers are for the cell that they are made for.
         together = {
-            "attention": ("rope_and_mask", "context_attention", "context_inputs"),
+            "attention": ("rope_and_mask",),
+            "context_attention": ("context_inputs",),
             "cached_attention": ("cached_angles",),
             "adamw_cell": ("adamw_inputs",),
         }
