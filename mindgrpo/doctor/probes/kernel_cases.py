@@ -307,10 +307,10 @@ def _shared_rows(sizes: Sizes) -> Case:
         return AttentionOfSharedRows(kernels, heads, rotary)
 
     def second_half(qkv: np.ndarray, *others: np.ndarray) -> np.ndarray:
-        *own, positions, spans, _ = others
+        bias, q_norm, k_norm, positions, spans, _ = others
         twice = np.tile(qkv.reshape(sizes.rows, half, -1), (1, 2, 1)).reshape(-1, heads.width)
         attention = AttentionOfRows(NumpyKernels(), heads, rotary)
-        mixed = attention.construct(twice, *own, positions, spans)
+        mixed = attention.construct(twice, bias, q_norm, k_norm, positions, spans)
         return mixed.reshape(sizes.rows, 2, half, -1)[:, 1].reshape(len(qkv), -1)
 
     name = "attention in rows that ranks share"
