@@ -10,7 +10,7 @@ mask of their size, and half of their scores are left out.
 All operations import on any machine; only a call on another device than an Ascend one is refused. That each has a
 kernel, and those of training a backward, is what the installed package says: `aclnn*` in
 lib/plugin/libmindspore_ops_ascend.so and the graphs that tests/test_ascend_calls.py compiles. Limits: the docstrings,
-and CANN's pages of the kernels. Letters as in mindspore_ops.py. `hidden` is bool, True where a token does not see
+and CANN's pages of the kernels. Letters as in mindspore_attention.py. `hidden` is bool, True where a token does not see
 another.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.mindspore_ops import (
+from mindgrpo.backend.kernels.mindspore_attention import (
     ContextMask,
     HeadAttention,
     PlainCachedAttention,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import nn, ops
 
-from mindgrpo.backend.kernels import mindspore_ops
+from mindgrpo.backend.kernels import mindspore_attention, mindspore_ops
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.shapes import (
     Activation,
@@ -130,7 +130,7 @@ class Kernels:
         them only runs with the same prefix. `rotary` float32 [positions, 2 D] holds cos, then sin. With `is_causal`
         each row is one run from its first column on, and what comes after it is of no use: spans need not be read.
         """
-        return mindspore_ops.RopeAndMask(rotary)
+        return mindspore_attention.RopeAndMask(rotary)
 
     def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
         """Makes a cell of packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, two of `rope_and_mask`) -> mixed
@@ -139,7 +139,7 @@ class Kernels:
         Adds the bias [heads.width], norms queries and keys with weights [D], applies the rotary positions and
         attends (arXiv:1706.03762, section 3.2.1); `bias` and the norms are any tensors [1] where `heads` has none.
         """
-        return mindspore_ops.PlainPackedAttention(heads)
+        return mindspore_attention.PlainPackedAttention(heads)
 
     def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
         """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3], columns int32 [G, R, T / G]) -> tensors, which
@@ -148,7 +148,7 @@ class Kernels:
         The tokens of a row are dealt out to G ranks, of which this is number `index`: columns[g] are those of rank g,
         ascending in a row. Positions and spans are of the whole rows, as for `rope_and_mask`.
         """
-        return mindspore_ops.ContextMask(rotary, index)
+        return mindspore_attention.ContextMask(rotary, index)
 
     def context_attention(
         self,
@@ -166,7 +166,7 @@ class Kernels:
         that of [G, n, w], the sum of what each rank has for this one [n, w]. With `gathers_again` kernels that can do
         not keep what is gathered, but gather it once more for the gradient.
         """
-        return mindspore_ops.PlainContextAttention(heads, gather)
+        return mindspore_attention.PlainContextAttention(heads, gather)
 
     def prefill_attention(self, heads: Heads, keys: Any, values: Any) -> nn.Cell:
         """Makes a cell of whole prompts [P, T], N = P T: (qkv, bias, q_norm, k_norm as above, mask [1, 1, T, T], angles
@@ -175,7 +175,7 @@ class Kernels:
         `mask` is 0 where a token sees another and NEVER elsewhere; `angles` are rows of the rotary table. Keys and
         values `source` of the prompts' [N kv, D] go to `cache_rows` of the parameters `keys` and `values` [rows, D].
         """
-        return mindspore_ops.PlainPrefillAttention(heads, keys, values)
+        return mindspore_attention.PlainPrefillAttention(heads, keys, values)
 
     def cached_angles(self, heads: Heads) -> nn.Cell:
         """Makes a cell: rows of the rotary table [B, 1, 2 D] -> angles as every `cached_attention` takes them."""
@@ -190,7 +190,7 @@ class Kernels:
         to `cache_rows`, slot by slot and in a slot head by head, before it attends to what `mask` lets it see of the
         `pages` of each slot's heads, in the order of positions. Several slots may have the same page.
         """
-        return mindspore_ops.PlainCachedAttention(heads, keys, values)
+        return mindspore_attention.PlainCachedAttention(heads, keys, values)
 
     def largest(self, count: int) -> nn.Cell:
         """Makes a cell: x [B, V] -> (the `count` largest of each row [B, count], falling, and their columns)."""

@@ -1,0 +1,221 @@
+"""Attention in MindSpore's own operations: masks of spans, rotary positions, and cells of the kernels' contract.
+
+N tokens, D head dim, R rows of T tokens; other letters as in contract.Kernels. A mask is 0.0 where a token sees another
+and NEVER elsewhere; angles hold the cosines of a token's rotary positions, then their sines (arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.kernels.mindspore_ops import RmsNorm
+from mindgrpo.backend.kernels.shapes import NEVER, Heads
+
+
+class SeenTokens(nn.Cell):
+    """Base of what makes masks of spans, and angles of positions."""
+
+    def __init__(self, rotary: np.ndarray) -> None:
+        super().__init__()
+        self.rotary = Tensor(rotary)
+        # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
+        self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
+
+    def seen(self, spans: Any, row: Any, column: Any) -> Any:
+        """Returns bool [R, L, T]: whether tokens in columns `row`, which have these spans, see those in `column`."""
+        prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
+        shared = ops.logical_and(column >= prefix, column < prefix + count)
+        own = ops.logical_and(column >= start, column <= row)
+        return ops.logical_or(shared, own)
+
+    def mask(self, seen: Any) -> Any:
+        return ops.expand_dims((seen.astype(ms.float32) - 1.0) * -NEVER, 1)
+
+    def angles(self, positions: Any) -> Any:
+        return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
+
+
+class RopeAndMask(SeenTokens):
+    """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
+
+    def construct(self, positions: Any, spans: Any) -> Any:
+        return self.mask(self.seen_in_rows(spans)), self.angles(positions)
+
+    def seen_in_rows(self, spans: Any) -> Any:
+        """Returns bool [R, T, T]: whether a token, the second dim, sees another, the third."""
+        length = spans.shape[1]
+        order = self.order[:length]
+        return self.seen(spans, order.reshape(1, length, 1), order.reshape(1, 1, length))
+
+
+class ContextMask(SeenTokens):
+    """-> mask [R, 1, L, T] of own tokens, over columns in the order of the ranks; their angles [n, 1, 2 D]."""
+
+    def __init__(self, rotary: np.ndarray, index: int) -> None:
+        super().__init__(rotary)
+        self.index = index
+
+    def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
+        seen, own_positions = self.own(positions, spans, columns)
+        return self.mask(seen), self.angles(own_positions)
+
+    def own(self, positions: Any, spans: Any, columns: Any) -> Any:
+        """Returns bool [R, L, T], as `seen`, and the own tokens' positions [n]."""
+        rows, length = positions.shape
+        own = columns[self.index]
+        places = (own + self.order[:rows].reshape(-1, 1) * length).reshape(-1)
+        own_spans = ops.gather(spans.reshape(-1, 3), places, 0).reshape(rows, -1, 3)
+        others = columns.transpose(1, 0, 2).reshape(rows, 1, length)
+        seen = self.seen(own_spans, ops.expand_dims(own, 2), others)
+        return seen, ops.gather(positions.reshape(-1), places, 0)
+
+
+class HeadAttention(nn.Cell):
+    """Base of the three: splits a projection into heads, and mixes values of rows of the full length."""
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        self.kv, self.dim, self.queries = heads.kv, heads.dim, heads.queries
+        # Queries that share a head of keys.
+        self.group = heads.queries // heads.kv
+        self.has_bias, self.has_norm = heads.has_bias, heads.norm_eps is not None
+        self.norm = RmsNorm(heads.norm_eps or 0.0)
+        self.scores = ops.BatchMatMul(transpose_b=True)
+        self.mix = ops.BatchMatMul()
+        self.scale = heads.scale
+
+    def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
+        """Returns queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
+        if self.has_bias:
+            qkv = qkv + bias.astype(qkv.dtype)
+        heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
+        both = heads[:, : self.queries + self.kv]
+        if self.has_norm:
+            queries, keys = both[:, : self.queries], both[:, self.queries :]
+            both = ops.concat((self.norm(queries, q_norm), self.norm(keys, k_norm)), 1)
+        both = self.apply_rope(both, angles)
+        return both[:, : self.queries], both[:, self.queries :], heads[:, self.queries + self.kv :]
+
+    def apply_rope(self, heads: Any, angles: Any) -> Any:
+        half = self.dim // 2
+        exact = heads.astype(ms.float32)
+        other = ops.concat((-exact[:, :, half:], exact[:, :, :half]), 2)
+        rotated = exact * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
+        return rotated.astype(heads.dtype)
+
+    def by_head(self, heads: Any, rows: int, length: int) -> Any:
+        """Transposes [R T, kv, D] to [R, kv, T, D]."""
+        return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
+
+    def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
+        """Mixes values: `keys` and `values` [N, kv, D] -> mixed [n, queries D], of n queries, N or some of them."""
+        count, length = mask.shape[2], mask.shape[3]
+        keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
+        queries = queries.reshape(rows, count, self.kv, self.group, self.dim)
+        queries = queries.transpose(0, 2, 3, 1, 4).reshape(
+            rows * self.kv, self.group * count, self.dim
+        )
+        keys = keys.reshape(rows * self.kv, length, self.dim)
+        values = values.reshape(rows * self.kv, length, self.dim)
+        scores = self.scores(queries * self.scale, keys)
+        scores = scores.reshape(rows, self.queries, count, length).astype(ms.float32) + mask
+        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * count, length)
+        mixed = self.mix(weights.astype(values.dtype), values).reshape(
+            rows, self.kv, self.group, count, self.dim
+        )
+        return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * count, -1)
+
+
+class PlainPackedAttention(HeadAttention):
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
+    ) -> Any:
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        return self.mixed(queries, keys, values, mask, mask.shape[0])
+
+
+class PlainContextAttention(HeadAttention):
+    """Gathers keys, with their positions, and values; their order within a row is that of the ranks."""
+
+    def __init__(self, heads: Heads, gather: nn.Cell) -> None:
+        super().__init__(heads)
+        self.gather = gather
+
+    def construct(
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, mask: Any, angles: Any
+    ) -> Any:
+        rows, own = mask.shape[0], qkv.shape[0]
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        both = ops.concat((keys, values), 1).reshape(own, -1)
+        # [G, R, L, ..] -> [R, G, L, ..]
+        by_rank = self.gather(both).reshape(-1, rows, own // rows, both.shape[1])
+        whole = by_rank.transpose(1, 0, 2, 3).reshape(-1, 2 * self.kv, self.dim)
+        return self.mixed(queries, whole[:, : self.kv], whole[:, self.kv :], mask, rows)
+
+
+class PlainPrefillAttention(HeadAttention):
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__(heads)
+        self.cached_keys, self.cached_values = keys, values
+
+    def cache_rows_of(self, heads: Any, source: Any) -> Any:
+        """Returns rows `source` of `heads` [N, kv, D] as rows of the cache, in its dtype."""
+        copies = ops.gather(heads.reshape(-1, self.dim), source, 0)
+        return copies.astype(self.cached_keys.dtype)
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        source: Any,
+        cache_rows: Any,
+    ) -> Any:
+        rows = qkv.shape[0] // mask.shape[3]
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        ops.scatter_update(self.cached_keys, cache_rows, self.cache_rows_of(keys, source))
+        ops.scatter_update(self.cached_values, cache_rows, self.cache_rows_of(values, source))
+        return self.mixed(queries, keys, values, mask, rows)
+
+
+class PlainCachedAttention(HeadAttention):
+    def __init__(self, heads: Heads, keys: Any, values: Any) -> None:
+        super().__init__(heads)
+        self.cached_keys, self.cached_values = keys, values
+
+    def construct(
+        self,
+        qkv: Any,
+        bias: Any,
+        q_norm: Any,
+        k_norm: Any,
+        mask: Any,
+        angles: Any,
+        cache_rows: Any,
+        pages: Any,
+    ) -> Any:
+        queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
+        dtype = self.cached_keys.dtype
+        keys = keys.reshape(-1, self.dim).astype(dtype)
+        values = values.reshape(-1, self.dim).astype(dtype)
+        keys = ops.scatter_update(self.cached_keys, cache_rows, keys)
+        values = ops.scatter_update(self.cached_values, cache_rows, values)
+        return self.mixed_with_cache(queries, keys, values, mask, pages)
+
+    def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any, pages: Any) -> Any:
+        """Mixes values: `queries` [B, queries, D] against pages of the cache [rows, D] -> mixed [B, queries D]"""
+        rows, length = mask.shape[0], mask.shape[2]
+        page = length // pages.shape[1] * self.dim
+        keys = ops.gather(keys.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)
+        values = ops.gather(values.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)
+        queries = queries.reshape(rows, self.group, self.dim)
+        scores = self.scores(queries * self.scale, keys).astype(ms.float32) + mask
+        mixed = self.mix(ops.softmax(scores, -1).astype(values.dtype), values)
+        return mixed.reshape(-1, self.queries * self.dim)
