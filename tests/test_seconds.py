@@ -25,7 +25,8 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.plan import layouts
 from mindgrpo.plan.memory import most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
-from mindgrpo.plan.seconds import Rates, Roofline, SampleCounts, mean_read, prompt_calls, speeds_of
+from mindgrpo.plan.sample_counts import SampleCounts, mean_read, prompt_calls
+from mindgrpo.plan.seconds import Rates, Roofline, speeds_of
 from mindgrpo.plan.work import FUSED, NATIVE, LayerWork, Passes
 from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
