@@ -221,17 +221,8 @@ class AttentionOfSharedRows(nn.Cell):
         self.inputs = kernels.context_inputs(rotary, 1)
         self.attention = kernels.context_attention(heads, rotary, 1, _Twice(), nn.Identity())
 
-    def construct(
-        self,
-        qkv: Any,
-        bias: Any,
-        q_norm: Any,
-        k_norm: Any,
-        positions: Any,
-        spans: Any,
-        columns: Any,
-    ) -> Any:
-        return self.attention(qkv, bias, q_norm, k_norm, *self.inputs(positions, spans, columns))
+    def construct(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *rows: Any) -> Any:
+        return self.attention(qkv, bias, q_norm, k_norm, *self.inputs(*rows))
 
 
 class AttentionToCache(nn.Cell):

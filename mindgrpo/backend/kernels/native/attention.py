@@ -12,12 +12,14 @@ from mindgrpo.backend.kernels.native.library import as_first_twice, operation
 from mindgrpo.backend.kernels.shapes import Heads
 
 
-class PositionsAndSpans(nn.Cell):
-    def construct(self, positions: Any, spans: Any) -> Any:
-        return positions, spans
+class AsGiven(nn.Cell):
+    def construct(self, *inputs: Any) -> Any:
+        return inputs
 
 
-class _Attention(nn.Cell):
+class RowAttention(nn.Cell):
+    """Attention of whole rows: (qkv, ..) -> (mixed, log-sum-exp)."""
+
     def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
         super().__init__()
         queries, dim = heads.queries, heads.dim
@@ -67,22 +69,15 @@ class _Attention(nn.Cell):
 
 
 class Mixed(nn.Cell):
-    """Hides the log-sum-exp, which only the backward wants."""
+    """Hides the log-sum-exp of `attention`, which only the backward wants."""
 
-    def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
+    def __init__(self, attention: nn.Cell) -> None:
         super().__init__()
-        self.attention = _Attention(heads, rotary, is_narrow)
+        self.attention = attention
 
-    def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
-    ) -> Any:
-        mixed, _ = self.attention(qkv, bias, q_norm, k_norm, positions, spans)
+    def construct(self, *inputs: Any) -> Any:
+        mixed, _ = self.attention(*inputs)
         return mixed
-
-
-class ContextAsItIs(nn.Cell):
-    def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
-        return positions, spans, columns
 
 
 class ContextAttention(nn.Cell):
@@ -184,24 +179,3 @@ class GatheringAgain(ContextAttention):
         dkv = self.scatter(self.reshape(dkv, (-1, *own.shape)))
         zeros = self.zeros(positions), self.zeros(spans), self.zeros(columns)
         return self.concat((dq, dkv)), dbias, dq_norm, dk_norm, *zeros
-
-
-class ContextMixed(nn.Cell):
-    """Hides the log-sum-exp."""
-
-    def __init__(self, attention: nn.Cell) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def construct(
-        self,
-        qkv: Any,
-        bias: Any,
-        q_norm: Any,
-        k_norm: Any,
-        positions: Any,
-        spans: Any,
-        columns: Any,
-    ) -> Any:
-        mixed, _ = self.attention(qkv, bias, q_norm, k_norm, positions, spans, columns)
-        return mixed

@@ -334,8 +334,10 @@ static int64_t most_columns(int size, int64_t n) {
 
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                Summation sum, const void *packed, float *c, int64_t ldc) {
-    if (is_tree(sum) && a_column == 1) {
-        if (bf16_gemm_tree(member, m, n, k, sum.leaves, a, a_row, packed, c, ldc))
+    if (is_tree(sum)) {
+        if (a_column != 1)
+            product_failed("a product of a turned matrix is not summed in leaves");
+        else if (bf16_gemm_tree(member, m, n, k, sum.leaves, a, a_row, packed, c, ldc))
             product_failed("no memory for a block of a product");
         return;
     }

@@ -27,8 +27,8 @@ int64_t packed_matrix_bytes(int64_t k, int64_t n, Summation sum);
 void pack_matrix(Member member, int64_t k, int64_t n, const void *b, int is_bf16, int64_t b_row, int64_t b_column,
                  Summation sum, void *packed);
 
-/* The member's share of C[m, n] = A[m, k] B; A's element (i, p) is a[i * a_row + p * a_column], one of the two 1; ldc the
- * floats from one row of C to the next. */
+/* The member's share of C[m, n] = A[m, k] B; A's element (i, p) is a[i * a_row + p * a_column], one of the two 1, and
+ * a_column where there are several leaves; ldc the floats from one row of C to the next. */
 void bf16_gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                Summation sum, const void *packed, float *c, int64_t ldc);
 

@@ -12,12 +12,11 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.attention import (
-    ContextAsItIs,
+    AsGiven,
     ContextAttention,
-    ContextMixed,
     GatheringAgain,
     Mixed,
-    PositionsAndSpans,
+    RowAttention,
 )
 from mindgrpo.backend.kernels.native.library import (
     as_first,
@@ -340,13 +339,13 @@ class NativeKernels(Kernels):
         return _Embedding(first_token)
 
     def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
-        return PositionsAndSpans()
+        return AsGiven()
 
     def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
-        return Mixed(heads, rotary, self._is_narrow)
+        return Mixed(RowAttention(heads, rotary, self._is_narrow))
 
     def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
-        return ContextAsItIs()
+        return AsGiven()
 
     def context_attention(
         self,
@@ -359,8 +358,8 @@ class NativeKernels(Kernels):
     ) -> nn.Cell:
         own = heads, rotary, self._is_narrow, index, gather
         if gathers_again:
-            return ContextMixed(GatheringAgain(*own, scatter=scatter))
-        return ContextMixed(ContextAttention(*own))
+            return Mixed(GatheringAgain(*own, scatter=scatter))
+        return Mixed(ContextAttention(*own))
 
     def adamw(
         self,
