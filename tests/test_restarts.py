@@ -141,7 +141,8 @@ class Started:
 
     def wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds
-        while self.mine():
+        # A process that ends gives up its environment a moment before it counts as ended.
+        while self.mine() or is_alive(self.rank_0):
             assert time.monotonic() < until, self.mine()
             time.sleep(0.05)
 
@@ -163,7 +164,6 @@ def test_nothing_outlives_a_launcher_that_was_killed(sleeping: Started) -> None:
     assert len(sleeping.mine()) >= 3
     sleeping.launcher.kill()
     sleeping.wait_until_gone(90.0)
-    assert not is_alive(sleeping.rank_0)
 
 
 @both
@@ -181,7 +181,8 @@ def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> 
     (server,) = [p for p in sleeping.mine("fork_server.py") if os.getsid(p) == p and has_child(p)]
     os.kill(server, signal.SIGKILL)
     assert sleeping.launcher.wait(timeout=90) == 1
-    assert sleeping.mine() == [] and not is_alive(sleeping.rank_0)
+    assert sleeping.mine() == []
+    sleeping.wait_until_gone(5.0)
     last = sleeping.launcher.communicate()[1].splitlines()[-1]
     assert last.startswith("mindgrpo: the process that forks the ranks has ended")
 
