@@ -5,6 +5,7 @@ Does not prove that the decoder computes what it reads: test_golden_models.py do
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,11 @@ import pytest
 
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder import rotary_table
-from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
-from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.decoder_config import DecoderConfig, LayerKind, MoeConfig, decoder_config
+from mindgrpo.models.parameters import num_parameters, parameter_specs
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.weights.local_weights import arrange
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -170,3 +174,21 @@ def test_what_the_decoder_does_not_compute_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         read(family, **raw)
+
+
+def test_a_layers_experts_are_one_parameter_each_split_over_their_own_axes() -> None:
+    moe = MoeConfig(num_experts=8, per_token=2, inner=12, scores="softmax", renormalise=True)
+    kinds = tuple(LayerKind(has_experts=index % 2 == 1) for index in range(7))
+    config = replace(read("qwen3"), moe=moe, layers=kinds)
+    layout = Layout.of(Mesh(2, 2, ep=2, emp=2), parameter_specs(config))
+    prefix, box = "model.layers.1.mlp.", layout.held_by(3)
+    assert layout.by_name[f"{prefix}gate.weight"].shape == (8, 32)
+    assert box[f"{prefix}experts.up_proj.weight"] == Box((4, 6, 0), (8, 12, 32))
+    assert box[f"{prefix}experts.down_proj.weight"] == Box((4, 0, 6), (8, 32, 12))
+    assert layout.by_name[f"{prefix}experts.down_proj.weight"].summed_over == {"edp"}
+    stored = {entry.key: entry.shape for entry in arrange(layout, 3)}
+    assert stored[f"{prefix}experts.gate_up_proj.weight"] == (4, 32, 12)
+    assert stored[f"{prefix}experts.down_proj.weight"] == (4, 6, 32)
+    assert "model.layers.0.mlp.gate_up_proj.weight" in stored
+    assert f"{prefix}gate_up_proj.weight" not in stored
+    assert [config.active_inner(index) for index in (0, 1)] == [48, 24]

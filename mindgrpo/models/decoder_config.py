@@ -1,4 +1,4 @@
-"""A dense decoder's dimensions and options, read from a Hugging Face `config.json`.
+"""A decoder's dimensions and options, read from a Hugging Face `config.json`.
 
 Raises UserError for architectures and options that the decoder does not compute exactly. What the file leaves out is
 its family's default (families.py), which transformers takes too; a file that leaves out more is refused.
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mindgrpo.backend.kernels.shapes import Activation
 from mindgrpo.data.sources import HUB_ID
@@ -31,18 +31,47 @@ FULL, LOCAL = "full_attention", "sliding_attention"
 class LayerKind:
     """Distinguishes a layer from others of the model.
 
-    A local one sees the last `sliding_window` tokens and has rotary positions of base `local_rope_theta`.
+    A local one sees the last `sliding_window` tokens and has rotary positions of base `local_rope_theta`. The
+    feed-forward of one with experts is that of `DecoderConfig.moe`.
     """
 
     is_local: bool = False
+    has_experts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """A feed-forward of `num_experts` experts, gated MLPs `inner` wide, of which a token passes `per_token`.
+
+    A token's results are summed, each times its score: the softmax or the sigmoid of the router's logits, with
+    `renormalise` divided by the sum of the chosen ones', times `scaling`. Of experts in `groups`, those of the
+    `groups_taken` best groups can be chosen. `has_bias`: a bias is added to scores for the choice alone. An expert that
+    all tokens pass is `shared_inner` wide; 0 where there is none.
+    """
+
+    num_experts: int
+    per_token: int
+    inner: int
+    shared_inner: int = 0
+    scores: Literal["softmax", "sigmoid"]
+    renormalise: bool
+    groups: int = 1
+    groups_taken: int = 1
+    scaling: float = 1.0
+    has_bias: bool = False
+
+    @property
+    def active_inner(self) -> int:
+        """Returns the width of all the experts that a token passes."""
+        return self.per_token * self.inner + self.shared_inner
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Dimensions of a dense decoder; `raw` is the config.json they came from, for writing it back.
+    """Dimensions of a decoder; `raw` is the config.json they came from, for writing it back.
 
     Scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i; the sliding window is None in models
-    without local layers.
+    without local layers, `moe` in those without experts.
     """
 
     model_type: str
@@ -66,14 +95,25 @@ class DecoderConfig:
     layers: tuple[LayerKind, ...]
     local_rope_theta: float
     sliding_window: int | None
+    moe: MoeConfig | None = None
     raw: Mapping[str, Any]
+
+    def moe_of(self, layer: int) -> MoeConfig | None:
+        """Returns the experts of a layer that has some."""
+        return self.moe if self.layers[layer].has_experts else None
+
+    def active_inner(self, layer: int) -> int:
+        """Returns the width of a layer's feed-forward, with experts that of those that a token passes."""
+        moe = self.moe_of(layer)
+        return self.intermediate_size if moe is None else moe.active_inner
 
     @property
     def column_cost(self) -> float:
         """Returns what a token's attention to one column costs, as a share of a layer's matrix products."""
         queries = self.num_attention_heads * self.head_dim
         projections = 2 * (queries + self.num_key_value_heads * self.head_dim)
-        return 2 * queries / (self.hidden_size * (projections + 3 * self.intermediate_size))
+        inner = sum(map(self.active_inner, range(len(self.layers)))) / len(self.layers)
+        return 2 * queries / (self.hidden_size * (projections + 3 * inner))
 
 
 def read_config(directory: str | Path) -> DecoderConfig:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.parallel.mesh import DENSE_DATA
+from mindgrpo.models.decoder_config import DecoderConfig, MoeConfig
+from mindgrpo.parallel.mesh import DENSE_DATA, EXPERT_DATA
 from mindgrpo.parallel.sharding import ParameterSpec, Split
 
 # Of gradients of which each rank of a model group sees a part.
@@ -55,7 +55,7 @@ def _layer_specs(config: DecoderConfig, layer: int, between: frozenset[str]) -> 
         return [_whole(full, config.hidden_size, layer, summed_over=between)] if name else []
 
     attention = _attention_specs(config, layer, between)
-    mlp = _feed_forward_specs(config, layer)
+    mlp = _feed_forward_specs(config, layer, between)
     attention = [*norm(norms.attention_in), *attention, *norm(norms.attention_out)]
     return [*attention, *norm(norms.mlp_in), *mlp, *norm(norms.mlp_out)]
 
@@ -96,7 +96,11 @@ def _attention_specs(
     return specs
 
 
-def _feed_forward_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec]:
+def _feed_forward_specs(
+    config: DecoderConfig, layer: int, between: frozenset[str]
+) -> list[ParameterSpec]:
+    if (moe := config.moe_of(layer)) is not None:
+        return _expert_specs(moe, config.hidden_size, layer, between)
     hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{layer}.mlp."
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
@@ -105,4 +109,27 @@ def _feed_forward_specs(config: DecoderConfig, layer: int) -> list[ParameterSpec
         ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), **fused),
         ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), **fused),
         ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), (Split("mp", 1),), **more),
+    ]
+
+
+def _expert_specs(
+    moe: MoeConfig, hidden: int, layer: int, between: frozenset[str]
+) -> list[ParameterSpec]:
+    """The matrices of a layer's experts are one parameter [experts, out, in]."""
+    prefix = f"model.layers.{layer}.mlp."
+    more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
+    router = (moe.num_experts, hidden)
+    inward, outward = (moe.num_experts, moe.inner, hidden), (moe.num_experts, hidden, moe.inner)
+
+    def experts(name: str, shape: tuple[int, ...], dim: int, fused_key: str = "") -> ParameterSpec:
+        splits = (Split("ep", 0), Split("emp", dim))
+        options = {"summed_over": EXPERT_DATA, "fused_key": fused_key, **more}
+        return ParameterSpec(f"{prefix}experts.{name}_proj.weight", shape, splits, **options)
+
+    fused_key = f"{prefix}experts.gate_up_proj.weight"
+    return [
+        ParameterSpec(f"{prefix}gate.weight", router, summed_over=between, **more),
+        experts("gate", inward, 1, fused_key),
+        experts("up", inward, 1, fused_key),
+        experts("down", outward, 2),
     ]

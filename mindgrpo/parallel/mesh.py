@@ -22,7 +22,7 @@ DENSE = ("pp", "dp", "cp", "mp")
 EXPERT = ("pp", "edp", "ep", "emp")
 # Axes whose ranks see other tokens: all gradients are sums over those of their view.
 DATA_AXES = frozenset(("dp", "cp", "edp"))
-DENSE_DATA = DATA_AXES.intersection(DENSE)
+DENSE_DATA, EXPERT_DATA = DATA_AXES.intersection(DENSE), DATA_AXES.intersection(EXPERT)
 # Keys of a parallel_config.
 CONFIG_KEYS = {
     "dp": "data_parallel",
