@@ -14,9 +14,12 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.decoder_config import DecoderConfig, LayerKind, MoeConfig, decoder_config
+from mindgrpo.models.families import FAMILIES
+from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
+from mindgrpo.plan.run_plan import check_experts
 from mindgrpo.weights.local_weights import arrange
 
 SIZES: dict[str, Any] = {
@@ -65,14 +68,80 @@ OLMO2_1B = {
     "tie_word_embeddings": False,
     "vocab_size": 100352,
 }
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B = {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+# What no family leaves out of its experts.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+}
 
 
 def read(family: str, **raw: Any) -> DecoderConfig:
-    return decoder_config({"model_type": family, **SIZES, **raw}, "here")
+    return decoder_config({"model_type": family, **SIZES, **EXPERTS.get(family, {}), **raw}, "here")
 
 
 @pytest.mark.parametrize(
-    ("raw", "count"), [(GEMMA3_1B, 999_885_952), (OLMO2_1B, 1_484_916_736)], ids=["gemma", "olmo"]
+    ("raw", "count"),
+    [
+        (GEMMA3_1B, 999_885_952),
+        (OLMO2_1B, 1_484_916_736),
+        (QWEN3_30B_A3B, 30_532_122_624),
+        (MIXTRAL_8X7B, 46_702_792_704),
+    ],
+    ids=["gemma", "olmo", "qwen3_moe", "mixtral"],
 )
 def test_published_models_have_their_published_number_of_parameters(
     raw: dict[str, Any], count: int
@@ -92,10 +161,10 @@ def test_what_config_json_leaves_out_is_the_familys_default() -> None:
     assert read("gemma3_text", head_dim=None, rope_theta=None).head_dim == 256
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "olmo2", "gemma3_text"])
+@pytest.mark.parametrize("family", list(FAMILIES))
 def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoConfig.for_model(family, **SIZES)
+    theirs = transformers.AutoConfig.for_model(family, **SIZES, **EXPERTS.get(family, {}))
     rope = getattr(theirs, "rope_parameters", None) or {"rope_theta": theirs.rope_theta}
     own = read(family)
     assert own.max_position_embeddings == theirs.max_position_embeddings
@@ -103,7 +172,32 @@ def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family: s
     assert own.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert own.tie_word_embeddings == theirs.tie_word_embeddings
     heads = theirs.hidden_size // theirs.num_attention_heads
-    assert own.head_dim == getattr(theirs, "head_dim", heads)
+    assert own.head_dim == (getattr(theirs, "head_dim", None) or heads)
+
+
+def test_layers_have_experts_as_their_family_names_them() -> None:
+    qwen, mixtral = read("qwen3_moe"), read("mixtral", output_router_logits=True)
+    # Every second layer, but the one that is said to be dense.
+    assert [index for index, layer in enumerate(qwen.layers) if layer.has_experts] == [1, 5]
+    assert all(layer.has_experts for layer in mixtral.layers)
+    assert qwen.moe == MoeConfig(
+        num_experts=8, per_token=3, inner=12, scores="softmax", renormalise=False
+    )
+    assert mixtral.moe == MoeConfig(
+        num_experts=8, per_token=2, inner=48, scores="softmax", renormalise=True
+    )
+    assert read("qwen3_moe", decoder_sparse_step=8).moe is None
+    # As transformers 5 writes it.
+    renamed = {"num_experts": None, "num_local_experts": 8}
+    assert read("qwen3_moe", **renamed).moe == qwen.moe
+
+
+@pytest.mark.parametrize(
+    "key", [(family, key) for family, keys in EXPERTS.items() for key in keys], ids="-".join
+)
+def test_nothing_about_experts_is_guessed(key: tuple[str, str]) -> None:
+    with pytest.raises(UserError, match=key[1].replace("num_local_experts", "num_experts")):
+        read(key[0], **{key[1]: None})
 
 
 def local(config: DecoderConfig) -> tuple[bool, ...]:
@@ -166,6 +260,12 @@ def test_local_layers_turn_by_their_own_base_and_without_the_scaling_of_the_othe
         ("qwen2", {"use_sliding_window": True}, "set it to false if the sequences stay below"),
         ("llama", {"mlp_bias": True}, "a bias in the MLP"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not computed here"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "is 9, but there are 8 experts"),
+        ("qwen3_moe", {"num_local_experts": 4}, "two names of one number"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "must list numbers of layers"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "an expert that all tokens share"),
+        ("mixtral", {"router_jitter_noise": 0.01}, "noise on what routers get"),
+        ("mixtral", {"sliding_window": 4096}, "set it to null if the sequences stay below"),
         ("olmo3", {}, "nearest: olmo2"),
     ],
 )
@@ -192,3 +292,15 @@ def test_a_layers_experts_are_one_parameter_each_split_over_their_own_axes() -> 
     assert "model.layers.0.mlp.gate_up_proj.weight" in stored
     assert f"{prefix}gate_up_proj.weight" not in stored
     assert [config.active_inner(index) for index in (0, 1)] == [48, 24]
+
+
+def test_layouts_and_adapters_that_would_split_experts_are_refused() -> None:
+    config = read("mixtral")
+    check_experts(Mesh(4, 1, 2), config)
+    with pytest.raises(UserError, match="model_parallel is 2, but models with experts"):
+        check_experts(Mesh(2, 2), config)
+    check_experts(Mesh(2, 2), read("llama"))
+    specs = parameter_specs(config)
+    assert len(adapter_specs(specs, LoraSettings(4, 4.0, ("q_proj", "o_proj")))) == 28
+    with pytest.raises(UserError, match="includes 'gate_proj', matrices of experts"):
+        adapter_specs(specs, LoraSettings(4, 4.0, TARGETS))

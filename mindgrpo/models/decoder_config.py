@@ -11,17 +11,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mindgrpo.backend.kernels.shapes import Activation
 from mindgrpo.data.sources import HUB_ID
 from mindgrpo.errors import UserError
-from mindgrpo.models.families import ACTIVATIONS, FAMILIES, NOT_COMPUTED, Family
+from mindgrpo.models.families import (
+    ACTIVATIONS,
+    FAMILIES,
+    NOT_COMPUTED,
+    ExpertFamily,
+    ExpertScores,
+    Family,
+)
 from mindgrpo.strict_files import read_object
 
 MAX_CONFIG_BYTES = 1 << 20
 # Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.
-MAX_SIZE, MAX_LAYERS = 1 << 24, 4096
+MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 1 << 24, 4096, 1 << 16
 LLAMA3_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_FACTORS = (*LLAMA3_FACTORS, "original_max_position_embeddings")
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -53,7 +60,7 @@ class MoeConfig:
     per_token: int
     inner: int
     shared_inner: int = 0
-    scores: Literal["softmax", "sigmoid"]
+    scores: ExpertScores
     renormalise: bool
     groups: int = 1
     groups_taken: int = 1
@@ -145,13 +152,17 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     named = {**family.defaults, **fields}
     # A null is as good as a key that is left out, but of how many positions the model knows.
     raw = {**family.defaults, **{key: value for key, value in fields.items() if value is not None}}
-    for key, reason in NOT_COMPUTED.items():
+    for key, reason in {**NOT_COMPUTED, **family.not_computed}.items():
         if raw.get(key):
             raise UserError(f"{where}: {key} is {raw[key]!r}, but {reason}.")
     heads, kv_heads, head_dim = _heads(raw, where)
     scalar = family.query_scalar_key
     layers = _positive(raw, "num_hidden_layers", where, MAX_LAYERS)
-    local = _local_layers(raw, layers, where) if family.has_local_layers else (False,) * layers
+    none = (False,) * layers
+    local = _local_layers(raw, layers, where) if family.has_local_layers else none
+    moe, with_experts = (
+        _experts(raw, family.experts, layers, where) if family.experts else (None, none)
+    )
     theta, scaling = _rope(raw, FULL, "rope_theta", where)
     local_theta = theta
     if any(local):
@@ -176,9 +187,10 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         output_bias=bias and family.bias_key is not None,
         activation=_activation(raw, family.activation_key, where),
         query_scale=(_number(raw, scalar, where) if scalar else head_dim) ** -0.5,
-        layers=tuple(map(LayerKind, local)),
+        layers=tuple(map(LayerKind, local, with_experts)),
         local_rope_theta=local_theta,
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
+        moe=moe if any(with_experts) else None,
         raw=dict(fields),
     )
 
@@ -225,6 +237,47 @@ def _local_layers(raw: Mapping[str, Any], count: int, where: str) -> tuple[bool,
             "correct the file."
         )
     return tuple(kind == LOCAL for kind in kinds)
+
+
+def _experts(
+    raw: Mapping[str, Any], family: ExpertFamily, layers: int, where: str
+) -> tuple[MoeConfig, tuple[bool, ...]]:
+    """Returns the experts, and which layers have them."""
+    # transformers 5 writes the second for the first.
+    number = [key for key in ("num_experts", "num_local_experts") if key in raw] or ["num_experts"]
+    counts = {_positive(raw, key, where, MAX_EXPERTS) for key in number}
+    if len(counts) > 1:
+        raise UserError(
+            f"{where}: num_experts {raw['num_experts']} and num_local_experts {raw['num_local_experts']} are two names "
+            "of one number; correct the file."
+        )
+    (num_experts,) = counts
+    per_token = _positive(raw, "num_experts_per_tok", where)
+    if per_token > num_experts:
+        raise UserError(
+            f"{where}: num_experts_per_tok is {per_token}, but there are {num_experts} experts; correct the file."
+        )
+    key = family.renormalise_key
+    if key is not None and key not in raw:
+        raise UserError(
+            f"{where} has no {key}, which says whether scores of experts are divided by their sum; set it to true or "
+            "false, as this model was trained."
+        )
+    moe = MoeConfig(
+        num_experts=num_experts,
+        per_token=per_token,
+        inner=_positive(raw, family.inner_key, where),
+        scores=family.scores,
+        renormalise=key is None or _switch(raw, key, where),
+    )
+    if not family.has_dense_layers:
+        return moe, (True,) * layers
+    step, dense = _positive(raw, "decoder_sparse_step", where), raw.get("mlp_only_layers")
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise UserError(
+            f"{where}: mlp_only_layers is {dense!r}, but must list numbers of layers; correct the file."
+        )
+    return moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
 
 
 def _activation(raw: Mapping[str, Any], key: str, where: str) -> Activation:

@@ -1,7 +1,7 @@
 """Model families as declared data: how the blocks of one architecture differ from those of another.
 
 A family is what all models of one `model_type` in config.json have in common; decoder_config.py adds a model's own
-dimensions. A new dense family is an entry of FAMILIES: docs/extending.md says what else to touch.
+dimensions. A new family is an entry of FAMILIES: docs/extending.md says what else to touch.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mindgrpo.backend.kernels.shapes import Activation
+
+# How routers' logits become scores.
+ExpertScores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,21 @@ class BlockNorms:
     mlp_out: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertFamily:
+    """How a family's config.json describes its experts, and how their scores are made (decoder_config.MoeConfig).
+
+    `inner_key`: an expert's width. `renormalise_key`: the switch of scores that are divided by their sum; they always
+    are without one. `has_dense_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts, without
+    them all have. No key may be left out.
+    """
+
+    inner_key: str
+    scores: ExpertScores = "softmax"
+    renormalise_key: str | None = None
+    has_dense_layers: bool = False
+
+
 OF_MOST = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
 PRE_NORMS = BlockNorms(attention_in="input_layernorm", mlp_in="post_attention_layernorm")
 
@@ -39,6 +57,7 @@ class Family:
     plus its weight. `activation_key` names the MLP's activation in config.json. `scaled_embeddings` are multiplied
     by sqrt(hidden_size). Scores are divided by the square root of `query_scalar_key` in config.json, of head_dim
     without one. `has_local_layers`: some layers see a sliding window only and have a rotary base of their own.
+    `experts` is None in dense families. `not_computed`: as NOT_COMPUTED, keys that mean something else elsewhere.
     `defaults` is what config.json may leave out, and what transformers' configuration class of the family takes for it.
     """
 
@@ -51,6 +70,8 @@ class Family:
     scaled_embeddings: bool = False
     query_scalar_key: str | None = None
     has_local_layers: bool = False
+    experts: ExpertFamily | None = None
+    not_computed: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=lambda: OF_MOST)
 
 
@@ -61,6 +82,31 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(defaults=OF_MOST | {"max_position_embeddings": 2048}),
     "qwen3": Family(
         qk_norm="head", defaults=OF_MOST | {"max_position_embeddings": 32768, "head_dim": 128}
+    ),
+    # arXiv:2505.09388
+    "qwen3_moe": Family(
+        qk_norm="head",
+        experts=ExpertFamily(
+            inner_key="moe_intermediate_size",
+            renormalise_key="norm_topk_prob",
+            has_dense_layers=True,
+        ),
+        defaults=OF_MOST | {"max_position_embeddings": 32768, "num_key_value_heads": 4},
+    ),
+    # arXiv:2401.04088
+    "mixtral": Family(
+        bias_key=None,
+        experts=ExpertFamily(inner_key="intermediate_size"),
+        not_computed={
+            "sliding_window": "only full attention is computed; set it to null if the sequences stay below the window"
+        },
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+        },
     ),
     # arXiv:2501.00656
     "olmo2": Family(
@@ -110,4 +156,6 @@ NOT_COMPUTED = {
     "attn_logit_softcapping": "a soft cap on attention's scores is not computed here",
     "final_logit_softcapping": "a soft cap on logits is not computed here",
     "use_bidirectional_attention": "attention to later tokens is not computed here",
+    "router_jitter_noise": "noise on what routers get is not computed here; set it to 0",
+    "shared_expert_intermediate_size": "an expert that all tokens share is not computed here",
 }

@@ -22,7 +22,8 @@ from mindgrpo.parallel.sharding import ParameterSpec
 from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import generator_of
 
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj")
 A, B = "lora_A", "lora_B"
 
 
@@ -46,12 +47,20 @@ def adapter_names(name: str) -> tuple[str, str]:
 def adapter_specs(
     base: Sequence[ParameterSpec], settings: LoraSettings
 ) -> tuple[ParameterSpec, ...]:
-    """Returns A and B of every base matrix that is a target. Raises UserError for a target that the model lacks."""
+    """Returns A and B of every base matrix that is a target.
+
+    Raises UserError for a target that the model lacks, and for those that are matrices of experts.
+    """
     specs: list[ParameterSpec] = []
     seen = set()
     for spec in base:
         module, kind = spec.name.split(".")[-2:]
         if kind == "weight" and module in settings.targets:
+            if len(spec.shape) > 2:
+                raise UserError(
+                    f"actor_config.lora.target_modules includes '{module}', matrices of experts in this model, "
+                    f"and adapters of experts are not computed here; set it to {list(OF_ATTENTION)}."
+                )
             seen.add(module)
             specs += _pair(spec, settings.rank)
     missing = [target for target in settings.targets if target not in seen]

@@ -375,10 +375,20 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
 
 def _fits(mesh: Mesh, model: DecoderConfig) -> bool:
     try:
+        check_experts(mesh, model)
         Layout.of(mesh, parameter_specs(model))
     except UserError:
         return False
     return True
+
+
+def check_experts(mesh: Mesh, model: DecoderConfig) -> None:
+    """Raises UserError for a mesh that would split experts, or repeat a token on several of their ranks."""
+    if model.moe is not None and mesh.mp > 1:
+        raise UserError(
+            f"model_parallel is {mesh.mp}, but models with experts ({model.model_type}) cannot be split over the ranks "
+            "of a model group; set model_parallel to 1 and use data_parallel or pipeline_stage in the parallel_config."
+        )
 
 
 def check_positions(config: Config, model: DecoderConfig) -> None:
@@ -405,6 +415,7 @@ def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: Offset = 0)
         degrees.pipeline_stage,
         degrees.context_ranks,
     )
+    check_experts(mesh, model)
     splits_tokens = degrees.splits_tokens
     specs = parameter_specs(model, splits_tokens)
     return Layout.of(mesh, specs, offset, splits_tokens, degrees.num_chunks)
