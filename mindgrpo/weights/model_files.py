@@ -47,7 +47,11 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
     Weights are kept [in, out] and files hold [out, in]: tile by tile that is four times as fast as row by row.
     """
-    if target.ndim != 2 or _is_by_rows(target) == _is_by_rows(source):
+    if target.ndim > 2:
+        for inner, own in zip(target, source, strict=True):
+            copy(inner, own)
+        return
+    if target.ndim < 2 or _is_by_rows(target) == _is_by_rows(source):
         target[...] = source
         return
     if not _is_by_rows(target):

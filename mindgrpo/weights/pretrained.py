@@ -6,13 +6,14 @@ Also random weights, for benches.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mindgrpo.errors import UserError
-from mindgrpo.parallel.sharding import ParameterSpec
+from mindgrpo.parallel.sharding import Box, ParameterSpec
+from mindgrpo.weights.expert_files import stacked
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.mindspore_files import (
     are_mindformers,
@@ -27,7 +28,16 @@ COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 def open_weights(directory: str | Path) -> ModelFiles:
-    """Opens safetensors if there are any, else .ckpt files, by Hugging Face's names. Raises UserError."""
+    """Opens safetensors if there are any, else .ckpt files, by the names of parameters. Raises UserError.
+
+    These are Hugging Face's, but that the experts of a layer are one parameter.
+    """
+    files = open_tensors(directory)
+    return ModelFiles(files.path, stacked(files.slices, files.path))
+
+
+def open_tensors(directory: str | Path) -> ModelFiles:
+    """Opens the same by Hugging Face's names."""
     folder = Path(directory)
     is_ckpt = any(folder.glob("*.ckpt")) and not any(folder.glob("*.safetensors*"))
     files = open_ckpt(folder) if is_ckpt else SafetensorsDirectory(folder)
@@ -95,5 +105,17 @@ def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
             if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
                 part[...] = 1.0
                 continue
-            values = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32)
-            part[...] = values[weights.boxes[spec.name].slices] * np.float32(scale)
+            _fill(part, spec.name, spec.shape, weights.boxes[spec.name], seed, np.float32(scale))
+
+
+def _fill(
+    part: np.ndarray, name: str, shape: Sequence[int], box: Box, seed: int, scale: np.float32
+) -> None:
+    """Draws `box` of a parameter, of experts one after the other."""
+    if len(shape) > 2:
+        inner = Box(box.start[1:], box.stop[1:])
+        for index, one in enumerate(part, box.start[0]):
+            _fill(one, f"{name}.{index}", shape[1:], inner, seed, scale)
+        return
+    values = generator_of(name, seed).standard_normal(shape, dtype=np.float32)
+    part[...] = values[box.slices] * scale

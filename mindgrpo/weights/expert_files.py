@@ -1,0 +1,169 @@
+"""Translates between a layer's experts as parameters and as files have them: a tensor per expert and matrix, or fused.
+
+A parameter [experts, out, in] is read from slices of tensors, so that a rank reads its own experts only, and is written
+as the files of the model that a run began with have it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from numpy.typing import NDArray
+
+from mindgrpo.errors import UserError
+from mindgrpo.parallel.sharding import Box
+from mindgrpo.weights.model_files import ModelTensor, TensorSlice
+
+# As most models' files have experts, as Mixtral's have them, and as transformers 5 keeps them in memory.
+ExpertNames = Literal["per_expert", "mixtral", "fused"]
+Slices = Mapping[str, Sequence[TensorSlice]]
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+# Mixtral's name of the module with router and experts.
+MIXTRAL_MODULE = "block_sparse_moe"
+FUSED_INWARD = "gate_up_proj"
+_OF_ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_OF_ONE_IN_MIXTRAL = re.compile(rf"(.*)\.{MIXTRAL_MODULE}\.experts\.(\d+)\.(w[123])\.weight")
+_MIXTRAL_ROUTER = re.compile(rf"(.*)\.{MIXTRAL_MODULE}\.gate\.weight")
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_PARAMETER = re.compile(r"(.*)\.mlp\.experts\.(gate_proj|up_proj|down_proj)\.weight")
+_ROUTER = re.compile(r"(.*)\.mlp\.gate\.weight")
+
+
+def names_of_experts(names: Iterable[str], model_type: str) -> ExpertNames:
+    """Tells how files with the tensors `names` have experts; without any, how those of the family do."""
+    for name in names:
+        if _FUSED.fullmatch(name):
+            return "fused"
+        if _OF_ONE.fullmatch(name):
+            return "per_expert"
+        if _OF_ONE_IN_MIXTRAL.fullmatch(name):
+            return "mixtral"
+    return "mixtral" if model_type == "mixtral" else "per_expert"
+
+
+def stacked(slices: Slices, directory: Path) -> dict[str, Sequence[TensorSlice]]:
+    """Returns the parameters that `slices`, tensors of files, make up. Raises UserError where experts are missing."""
+    parameters: dict[str, Sequence[TensorSlice]] = {}
+    experts: dict[str, dict[int, TensorSlice]] = {}
+    for name, own in slices.items():
+        if match := _OF_ONE.fullmatch(name):
+            module, projection = match[1], match[3]
+        elif match := _OF_ONE_IN_MIXTRAL.fullmatch(name):
+            module, projection = f"{match[1]}.mlp.experts", MIXTRAL_PROJECTIONS[match[3]]
+        else:
+            parameters |= _renamed(name, own)
+            continue
+        # A matrix on its own is one tensor.
+        ((_, tensor),) = own
+        index, of_layer = int(match[2]), experts.setdefault(f"{module}.{projection}.weight", {})
+        of_layer[index] = Box((index, 0, 0), (index + 1, *tensor.shape)), tensor
+    for name, by_index in experts.items():
+        _check_complete(name, by_index, directory)
+        parameters[name] = [by_index[index] for index in sorted(by_index)]
+    return parameters
+
+
+def _renamed(name: str, own: Sequence[TensorSlice]) -> dict[str, Sequence[TensorSlice]]:
+    if match := _MIXTRAL_ROUTER.fullmatch(name):
+        return {f"{match[1]}.mlp.gate.weight": own}
+    match = _FUSED.fullmatch(name)
+    ((_, tensor),) = own
+    if match is None or len(tensor.shape) != 3:
+        return {name: own}
+    if match[2] != FUSED_INWARD:
+        return {f"{name}.weight": own}
+    number, both, hidden = tensor.shape
+    half, box = both // 2, Box((0, 0, 0), (number, both // 2, hidden))
+    return {
+        f"{match[1]}.{projection}.weight": [(box, _rows_of(tensor, slice(start, start + half)))]
+        for projection, start in (("gate_proj", 0), ("up_proj", both - half))
+    }
+
+
+def _rows_of(tensor: ModelTensor, rows: slice) -> ModelTensor:
+    """Returns the part `rows` of the second dim."""
+    number, _, hidden = tensor.shape
+    shape = (number, rows.stop - rows.start, hidden)
+    return tensor._replace(shape=shape, values=partial(_part, tensor, rows))
+
+
+def _part(tensor: ModelTensor, rows: slice) -> NDArray[Any]:
+    part: NDArray[Any] = tensor.values()[:, rows]
+    return part
+
+
+def _check_complete(name: str, by_index: Mapping[int, TensorSlice], directory: Path) -> None:
+    missing = [index for index in range(len(by_index)) if index not in by_index]
+    if missing:
+        raise UserError(
+            f"The model directory '{directory}' lacks expert {missing[0]} of {name} but has later ones; restore its "
+            "safetensors files."
+        )
+    (first, _), *others = by_index.values()
+    for box, tensor in others:
+        if box.shape != first.shape:
+            raise UserError(
+                f"Experts of {name} have the shapes {list(first.shape[1:])} and {list(box.shape[1:])} ({tensor.file}), "
+                "but all of a layer have one; restore the directory from its source."
+            )
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file: boxes of parameters one under the other, concatenated along its dim before the last.
+
+    It is written a range of rows, along its first dim, after the other: of `has_experts`, experts; else all rows.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[str, Box], ...]
+
+    @property
+    def has_experts(self) -> bool:
+        return len(self.shape) > 2
+
+
+def file_tensors(shapes: Mapping[str, Sequence[int]], names: ExpertNames) -> list[FileTensor]:
+    """Returns the tensors of files for parameters of `shapes`, in their order; a layer's experts one by one."""
+    tensors: list[FileTensor] = []
+    for name, shape in shapes.items():
+        whole = Box((0,) * len(shape), tuple(shape))
+        match = _PARAMETER.fullmatch(name) if len(shape) > 2 else None
+        if match is None:
+            own = name
+            if names == "mixtral" and (router := _ROUTER.fullmatch(name)):
+                own = f"{router[1]}.{MIXTRAL_MODULE}.gate.weight"
+            tensors.append(FileTensor(own, tuple(shape), ((name, whole),)))
+        elif match[2] == PROJECTIONS[0]:
+            tensors += _of_experts(match[1], shapes, names)
+    return tensors
+
+
+def _of_experts(
+    layer: str, shapes: Mapping[str, Sequence[int]], names: ExpertNames
+) -> Iterator[FileTensor]:
+    gate, up, down = (f"{layer}.mlp.experts.{projection}.weight" for projection in PROJECTIONS)
+    if names == "fused":
+        number, inner, hidden = shapes[gate]
+        half = Box((0, 0, 0), (number, inner, hidden))
+        inward, outward = f"{layer}.mlp.experts.{FUSED_INWARD}", tuple(shapes[down])
+        yield FileTensor(inward, (number, 2 * inner, hidden), ((gate, half), (up, half)))
+        yield FileTensor(down.removesuffix(".weight"), outward, ((down, Box((0, 0, 0), outward)),))
+        return
+    module, words = f"{layer}.mlp.experts", dict(zip((gate, up, down), PROJECTIONS, strict=True))
+    if names == "mixtral":
+        module = f"{layer}.{MIXTRAL_MODULE}.experts"
+        ours = {projection: word for word, projection in MIXTRAL_PROJECTIONS.items()}
+        words = {name: ours[projection] for name, projection in words.items()}
+    for index in range(shapes[gate][0]):
+        for name, word in words.items():
+            _, *matrix = shapes[name]
+            box = Box((index, 0, 0), (index + 1, *matrix))
+            yield FileTensor(f"{module}.{index}.{word}.weight", tuple(matrix), ((name, box),))

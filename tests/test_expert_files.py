@@ -1,0 +1,157 @@
+"""Experts in files: each layout that there is, read as the same parameters, whole or a rank's part.
+
+test_export.py has the way back. Does not prove that names are those of other libraries: test_golden_models.py reads
+files of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks_as_threads import ThreadBackend, World
+
+from mindgrpo.errors import UserError
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.expert_files import ExpertNames, names_of_experts
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import SafetensorsWriter
+from mindgrpo.weights.pretrained import check_tensors, fill_random, load_weights, open_weights
+
+MODEL: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+    "max_position_embeddings": 32,
+}
+CONFIG = decoder_config(MODEL, "here")
+SPECS = parameter_specs(CONFIG)
+LAYER = "model.layers.1."
+KINDS: tuple[ExpertNames, ...] = ("per_expert", "mixtral", "fused")
+
+
+def random_model() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return {spec.name: rng.standard_normal(spec.shape, np.float32) for spec in SPECS}
+
+
+def in_files(model: dict[str, np.ndarray], kind: ExpertNames) -> dict[str, np.ndarray]:
+    """The tensors that hold `model`, by the names of one layout."""
+    tensors = {name: values for name, values in model.items() if ".experts." not in name}
+    gate, up, down = (
+        model[f"{LAYER}mlp.experts.{name}_proj.weight"] for name in ("gate", "up", "down")
+    )
+    if kind == "fused":
+        both = np.concatenate((gate, up), axis=1)
+        return {
+            **tensors,
+            f"{LAYER}mlp.experts.gate_up_proj": both,
+            f"{LAYER}mlp.experts.down_proj": down,
+        }
+    module, words = f"{LAYER}mlp.experts", ("gate_proj", "up_proj", "down_proj")
+    if kind == "mixtral":
+        module, words = f"{LAYER}block_sparse_moe.experts", ("w1", "w3", "w2")
+        tensors[f"{LAYER}block_sparse_moe.gate.weight"] = tensors.pop(f"{LAYER}mlp.gate.weight")
+    for word, stacked in zip(words, (gate, up, down), strict=True):
+        # Not in order: 10 comes before 2 in files that are sorted by name.
+        for index in (3, 0, 2, 1):
+            tensors[f"{module}.{index}.{word}.weight"] = stacked[index]
+    return tensors
+
+
+def written(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
+    shapes = {name: values.shape for name, values in tensors.items()}
+    with SafetensorsWriter(directory, shapes, 400) as writer:
+        for name, values in tensors.items():
+            writer.add(name, values)
+    (directory / "config.json").write_text(json.dumps(MODEL))
+    return directory
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_of_files_is_read_as_the_same_parameters(
+    tmp_path: Path, kind: ExpertNames
+) -> None:
+    model = random_model()
+    tensors = in_files(model, kind)
+    files = check_tensors(written(tmp_path, tensors), SPECS)
+    assert sorted(files.names) == sorted(model)
+    for name, values in model.items():
+        assert np.array_equal(files.read(name), values), name
+    assert names_of_experts(tensors, "qwen3_moe") == kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", [Mesh(4, 1, ep=2, emp=2), Mesh(4, 1, ep=4), Mesh(1, 3, emp=3)])
+def test_a_rank_has_its_part_of_each_layout_and_reads_no_other_expert(
+    tmp_path: Path, kind: ExpertNames, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Heads do not matter here.
+    specs = tuple(spec for spec in SPECS if ".self_attn." not in spec.name)
+    model = random_model()
+    kept = {spec.name: model[spec.name] for spec in specs}
+    layout = Layout.of(mesh, specs)
+    written(tmp_path, in_files(kept, kind))
+    opened: list[str] = []
+    memmap = np.memmap
+
+    def counting(file: Path, dtype: Any, mode: Any, offset: int, shape: tuple[int, ...]) -> Any:
+        opened.append(f"{file} {offset}")
+        return memmap(file, dtype, mode, offset, shape)
+
+    for rank in range(mesh.size):
+        weights = Weights(layout, rank, ThreadBackend(World(1), 0))
+        with monkeypatch.context() as patch:
+            opened.clear()
+            patch.setattr(np, "memmap", counting)
+            load_weights(weights, tmp_path)
+        for name, part in weights.arrays.hf_views.items():
+            assert np.array_equal(part, kept[name][weights.boxes[name].slices]), name
+        experts = weights.boxes[f"{LAYER}mlp.experts.up_proj.weight"].shape[0]
+        others = len(specs) - 3
+        assert len(opened) == others + (3 if kind == "fused" else 3 * experts)
+
+
+def test_missing_experts_and_unequal_ones_are_told(tmp_path: Path) -> None:
+    tensors = in_files(random_model(), "per_expert")
+    name = f"{LAYER}mlp.experts.1.up_proj.weight"
+    missing = {key: values for key, values in tensors.items() if key != name}
+    with pytest.raises(UserError, match=r"lacks expert 1 of model.layers.1.mlp.experts.up_proj"):
+        open_weights(written(tmp_path / "missing", missing))
+    shorter = tensors | {name: tensors[name][:-1]}
+    with pytest.raises(UserError, match=r"have the shapes \[6, 8\] and \[5, 8\]"):
+        open_weights(written(tmp_path / "shorter", shorter))
+    last = {key: values for key, values in tensors.items() if ".experts.3." not in key}
+    with pytest.raises(UserError, match=r"gate_proj.weight .* has shape \[3, 6, 8\], but config"):
+        check_tensors(written(tmp_path / "last", last), SPECS)
+
+
+def test_random_experts_are_the_same_under_every_layout() -> None:
+    whole = Weights(Layout.of(Mesh(1, 1), SPECS), 0, ThreadBackend(World(1), 0))
+    fill_random(whole, seed=5)
+    experts = whole.arrays.hf_views[f"{LAYER}mlp.experts.down_proj.weight"]
+    assert len({one.tobytes() for one in experts}) == 4
+    layout = Layout.of(Mesh(4, 1, ep=2, emp=2), SPECS)
+    for rank in range(4):
+        weights = Weights(layout, rank, ThreadBackend(World(1), 0))
+        fill_random(weights, seed=5)
+        for name, part in weights.arrays.hf_views.items():
+            expected = whole.arrays.hf_views[name][weights.boxes[name].slices]
+            assert np.array_equal(part, expected), name
