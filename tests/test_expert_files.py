@@ -1,7 +1,6 @@
 """Experts in files: each layout that there is, read as the same parameters, whole or a rank's part.
 
-test_export.py has the way back. Does not prove that names are those of other libraries: test_golden_models.py reads
-files of transformers.
+test_export.py has the way back. Does not prove what a layer computes with them: test_golden_models.py does.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_models import read_golden
 from ranks_as_threads import ThreadBackend, World
 
 from mindgrpo.errors import UserError
@@ -96,6 +96,15 @@ def test_every_layout_of_files_is_read_as_the_same_parameters(
     for name, values in model.items():
         assert np.array_equal(files.read(name), values), name
     assert names_of_experts(tensors, "qwen3_moe") == kind
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_files_of_transformers_have_every_parameter_and_so_have_its_gradients(family: str) -> None:
+    golden = read_golden(family)
+    files = check_tensors(golden.directory, golden.layout.specs)
+    shapes = {spec.name: spec.shape for spec in golden.layout.specs}
+    assert {name: files.shape(name) for name in files.names} == shapes
+    assert {name: values.shape for name, values in golden.gradients.items()} == shapes
 
 
 @pytest.mark.parametrize("kind", KINDS)

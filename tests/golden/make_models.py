@@ -1,13 +1,15 @@
 """Makes tests/golden/<family>/: tiny random models and what transformers computes with them.
 
 Run by hand, in an environment with torch and transformers 4.57.1, when a family is added or a golden value is wanted:
-`python tests/golden/make_models.py [FAMILY ...]`. Refuses golden tokens that a rounding error could change.
+`python tests/golden/make_models.py [FAMILY ...]`. Families with experts were made by transformers 5.19.0, which keeps a
+layer's in two tensors. Refuses golden tokens, and choices of experts, that a rounding error could change.
 """
 
 from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 HERE = Path(__file__).resolve().parent
@@ -51,6 +55,23 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SIZES, head_dim=12, rope_scaling=LLAMA3, rms_norm_eps=1e-5, attention_bias=False
     ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16, rms_norm_eps=1e-6, tie_word_embeddings=False),
+    # A dense layer between two with experts, whose scores are not divided by their sum.
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 3},
+        head_dim=12,
+        rms_norm_eps=1e-6,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+    ),
+    "mixtral": MixtralConfig(
+        **SIZES | {"intermediate_size": 16},
+        rms_norm_eps=1e-5,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
     # Without a padding id: transformers keeps the gradient of that token's embedding at zero.
     "olmo2": Olmo2Config(
         **SIZES, rope_theta=5e5, rms_norm_eps=1e-6, tie_word_embeddings=False, pad_token_id=None
@@ -70,6 +91,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 # Families whose norms multiply by 1 + weight.
 NORMS_AROUND_ZERO = ("gemma3_text",)
+IN_BFLOAT16 = ("qwen3", "qwen3_moe")
 ROWS, LENGTH = 2, 24
 PROMPT_LENGTHS = (3, 11, 7)
 NEW_TOKENS = 16
@@ -81,6 +103,8 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 }
 # By how much the likeliest token must lead; other libraries' logits differ by some 1e-6.
 SMALLEST_MARGIN = 1e-3
+# MindSpore's softmax on CPU is not exact enough beyond.
+LARGEST_LOGIT = 6.0
 LAST_SEED = 30
 
 
@@ -104,10 +128,10 @@ def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
 
 
 def save(model: PreTrainedModel, family: str) -> PreTrainedModel:
-    """llama in shards with an index, qwen3 in bfloat16; the model as it is read back, in float32."""
+    """llama in shards with an index, some in bfloat16; the model as it is read back, in float32."""
     directory = HERE / family
     shutil.rmtree(directory, ignore_errors=True)
-    if family == "qwen3":
+    if family in IN_BFLOAT16:
         model = model.to(torch.bfloat16)
     model.save_pretrained(directory, max_shard_size="20KB" if family == "llama" else "1GB")
     (directory / "generation_config.json").unlink(missing_ok=True)
@@ -122,7 +146,13 @@ def save(model: PreTrainedModel, family: str) -> PreTrainedModel:
 def scores(model: PreTrainedModel, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Logits, log-probs of the next tokens, and the gradient of these log-probs' sum."""
     ids = rng.integers(0, SIZES["vocab_size"], (ROWS, LENGTH))
-    logits = model(torch.from_numpy(ids)).logits
+    routers = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
+    out = model(torch.from_numpy(ids), **routers)
+    logits = out.logits
+    if (largest := float(logits.detach().abs().max())) > LARGEST_LOGIT:
+        raise Unfit(f"a logit is {largest:g}")
+    if routers:
+        check_choices(out.router_logits, model.config.num_experts_per_tok)
     labels = torch.from_numpy(ids[:, 1:, None])
     logps = torch.log_softmax(logits[:, :-1], -1).gather(2, labels)[:, :, 0]
     logps.sum().backward()
@@ -132,8 +162,29 @@ def scores(model: PreTrainedModel, rng: np.random.Generator) -> dict[str, np.nda
         "logps": logps.detach().numpy(),
     }
     for name, parameter in model.named_parameters():
-        golden[f"gradient/{name}"] = parameter.grad.numpy()
+        for own, gradient in by_projection(name, parameter.grad.numpy()):
+            golden[f"gradient/{own}"] = gradient
     return golden
+
+
+def by_projection(name: str, values: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The matrices of all experts [experts, out, in] by themselves, of the two tensors that transformers 5 keeps."""
+    if name.endswith("experts.gate_up_proj"):
+        for own, half in zip(("gate_proj", "up_proj"), np.split(values, 2, axis=1), strict=True):
+            yield name.replace("gate_up_proj", f"{own}.weight"), half
+    else:
+        yield name + ".weight" * name.endswith("experts.down_proj"), values
+
+
+def check_choices(router_logits: Sequence[torch.Tensor], per_token: int) -> None:
+    """Raises Unfit where the last expert that is chosen is hardly better than the next, or one is never chosen."""
+    for logits in router_logits:
+        best, chosen = logits.detach().topk(per_token + 1, -1)
+        margin = float((best[:, -2] - best[:, -1]).min())
+        if margin < SMALLEST_MARGIN:
+            raise Unfit(f"two experts are within {margin:g}")
+        if len(chosen[:, :-1].unique()) < logits.shape[-1]:
+            raise Unfit("an expert is never chosen")
 
 
 class Unfit(Exception):
