@@ -13,7 +13,7 @@ from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import ops
+from mindspore import Tensor, ops
 
 from mindgrpo.backend.kernels.ascend import AscendKernels, AscendOps
 from mindgrpo.backend.kernels.shapes import Heads
@@ -154,6 +154,40 @@ def swiglu(input, dim=-1):
     return first * ops.sigmoid(first) * second
 
 
+def grouped_matmul(
+    x,
+    weight,
+    bias=None,
+    scale=None,
+    offset=None,
+    antiquant_scale=None,
+    antiquant_offset=None,
+    group_list=None,
+    split_item=0,
+    group_type=-1,
+    transpose_a=False,
+    transpose_b=False,
+):
+    """x [M, K] with weight [E, K, N] by group: `group_list` int64 [E] are the rows' ends, the last of which is M."""
+    extras = (bias, scale, offset, antiquant_scale, antiquant_offset)
+    if (split_item, group_type, transpose_a, transpose_b) != (3, 0, False, False) or any(
+        own is not None for own in extras
+    ):
+        raise ValueError("the double takes split_item 3 and group_type 0, which has a backward")
+    (rows,), (matrices,) = x, weight
+    if rows.dtype != matrices.dtype or group_list.dtype != ms.int64:
+        raise TypeError("rows and matrices are of one dtype, ends int64")
+    ends = group_list.astype(ms.float32)
+    starts = ops.concat((ops.zeros_like(ends[:1]), ends[:-1]), 0)
+    numbers = Tensor(np.arange(rows.shape[0], dtype=np.float32)[:, None])
+    mine = ops.logical_and(numbers >= starts, numbers < ends).astype(ms.float32)
+    out = 0.0
+    for e in range(matrices.shape[0]):
+        own = ops.matmul(rows.astype(ms.float32), matrices[e].astype(ms.float32))
+        out = out + own * mine[:, e : e + 1]
+    return (out.astype(rows.dtype),)
+
+
 def addmm(input, mat1, mat2, *, beta=1, alpha=1):
     if (beta, alpha) != (1, 1):
         raise ValueError("the double has no factors")
@@ -191,6 +225,7 @@ DOUBLES = AscendOps(
     add_rms_norm,
     rotary_position_embedding,
     swiglu,
+    grouped_matmul,
     addmm,
     adamw,
     norm,

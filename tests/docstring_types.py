@@ -56,7 +56,7 @@ def check_types(function: Callable[..., Any], arguments: dict[str, Any]) -> None
             assert dtypes == dtypes_of(used[same[1]]), f"{name} is {dtypes}"
             continue
         named = [line for names, line in type_errors(function) if names == {name}]
-        allowed = DTYPE_WORDS & set(re.findall(r"\w+", " ".join([text, *named])))
+        allowed = DTYPE_WORDS & set(re.findall(r"\w+", " ".join([text, *named]).lower()))
         # It may say nothing of this one.
         assert dtypes <= (allowed or dtypes), f"{function}: {name} is {dtypes}, not {allowed}"
     for names, line in type_errors(function):

@@ -44,6 +44,7 @@ KERNELS_OF_THE_PLUGIN = (
     "aclnnRotaryPositionEmbeddingGrad",
     "aclnnSwiGlu",
     "aclnnSwiGluGrad",
+    "aclnnGroupedMatmulV4",
     "aclnnAddmm",
     "aclnnApplyAdamWV2",
     "aclnnLinalgVectorNorm",
@@ -160,7 +161,19 @@ def backward(kernels: AscendKernels) -> Any:
     return Gradient(Layer(kernels))(*layer_inputs())
 
 
-CALLS = (train, prefill, decode, project, optimize, norm)
+def expert_inputs() -> list[Tensor]:
+    return [zeros(LENGTH, DIM), Tensor([3, 0], ms.int32), zeros(2, DIM, 8), zeros(2, 4, DIM)]
+
+
+def experts(kernels: AscendKernels) -> Any:
+    return kernels.expert_mlp("silu")(*expert_inputs())
+
+
+def experts_backward(kernels: AscendKernels) -> Any:
+    return Gradient(kernels.expert_mlp("silu"))(*expert_inputs())
+
+
+CALLS = (train, prefill, decode, project, experts, optimize, norm)
 
 
 def call_eagerly(table: AscendOps, dtype: str) -> None:
@@ -203,6 +216,7 @@ def test_an_argument_that_the_installed_function_does_not_have_fails() -> None:
 def test_doubles_have_the_arguments_of_the_installed_functions(name: str) -> None:
     real, double = getattr(REAL, name), getattr(ascend_doubles, name)
     home = mint if name in ("addmm", "norm") else ops
+    home = ops.auto_generate if name == "grouped_matmul" else home
     is_primitive = name == "adamw" and isinstance(real, ops.auto_generate.AdamW)
     assert is_primitive or real is getattr(home, name)
     assert double is getattr(DOUBLES, name)
@@ -222,7 +236,7 @@ def refusal(call: Callable[[AscendKernels], Any], table: AscendOps, dtype: str) 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("call", [*CALLS, backward])
+@pytest.mark.parametrize("call", [*CALLS, backward, experts_backward])
 def test_the_compiler_refuses_only_that_this_is_no_ascend_device(
     call: Callable[[AscendKernels], Any],
 ) -> None:

@@ -76,6 +76,16 @@ def test_norms_and_gates_agree() -> None:
         assert_cells_agree(cells, inputs, 1e-5)
 
 
+@eager()
+def test_experts_agree_with_rows_behind_them_and_an_expert_without_any() -> None:
+    counts = np.array([5, 0, 9], np.int32)
+    x = floats(20, 16)
+    x[14:] = 0.0
+    inputs = [x, counts, floats(3, 16, 24), floats(3, 12, 16)]
+    cells = [kernels.expert_mlp("silu") for kernels in (fused(), Kernels())]
+    assert_cells_agree(cells, inputs, TOLERANCE["float32"])
+
+
 # -- packed rows --------------------------------------------------------------------------------------------------
 
 

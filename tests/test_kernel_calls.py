@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import slots_by_hand
-from kernel_calls import CALLS, attention_inputs, filled, floats, one, size
+from expert_calls import EXPERT_CALLS
+from kernel_calls import CALLS as OTHER_CALLS
+from kernel_calls import attention_inputs, filled, floats, one, size
 from numpy.random import Generator, default_rng
 
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
@@ -33,6 +35,7 @@ from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 
+CALLS = OTHER_CALLS | EXPERT_CALLS
 # Numbers of rows around the ones that vectors, blocks of rows and threads take at a time.
 ROWS = (1, 3, 20, 66, 67, 100)
 

@@ -64,6 +64,8 @@ class AscendOps:
     # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments.
     rotary_position_embedding: FusedOp = ops.rotary_position_embedding
     swiglu: FusedOp = ops.swiglu
+    # An operation for TensorLists, which has a backward in one form alone.
+    grouped_matmul: FusedOp = ops.auto_generate.grouped_matmul
     addmm: FusedOp = mint.addmm
     # As mint.optim.AdamW calls it.
     adamw: FusedOp = ops.auto_generate.AdamW()
@@ -301,6 +303,24 @@ class _FusedSwiGlu(nn.Cell):
         return self.swiglu(both, -1)
 
 
+class _GroupedExpertMlp(nn.Cell):
+    """Products by expert in one kernel each; the last expert gets the rows behind all, which are zeros."""
+
+    def __init__(self, grouped_matmul: FusedOp, swiglu: FusedOp) -> None:
+        super().__init__()
+        self.grouped_matmul, self.swiglu = grouped_matmul, swiglu
+
+    def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
+        ends = ops.cumsum(counts, 0).astype(ms.int64)
+        ends = ops.concat((ends[:-1], ops.zeros_like(ends[:1]) + x.shape[0]), 0)
+        return self.product(self.swiglu(self.product(x, gate_up, ends), -1), down, ends)
+
+    def product(self, x: Any, weight: Any, ends: Any) -> Any:
+        return self.grouped_matmul(
+            (x,), (weight.astype(x.dtype),), group_list=ends, split_item=3, group_type=0
+        )[0]
+
+
 class _AddMatMul(nn.Cell):
     def __init__(self, addmm: FusedOp) -> None:
         super().__init__()
@@ -367,6 +387,11 @@ class AscendKernels(Kernels):
     def glu(self, activation: Activation) -> nn.Cell:
         is_silu = activation == "silu"
         return _FusedSwiGlu(self._ops.swiglu) if is_silu else super().glu(activation)
+
+    def expert_mlp(self, activation: Activation) -> nn.Cell:
+        if activation != "silu":
+            return super().expert_mlp(activation)
+        return _GroupedExpertMlp(self._ops.grouped_matmul, self._ops.swiglu)
 
     def add_matmul(self) -> nn.Cell:
         return _AddMatMul(self._ops.addmm)

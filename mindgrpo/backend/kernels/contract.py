@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import nn, ops
 
-from mindgrpo.backend.kernels import mindspore_attention, mindspore_ops
+from mindgrpo.backend.kernels import mindspore_attention, mindspore_experts, mindspore_ops
 from mindgrpo.backend.kernels.rollout import LocalModelShape, Memory
 from mindgrpo.backend.kernels.shapes import (
     Activation,
     AdamWNumbers,
     Heads,
+    Routing,
     SamplingParams,
     Vocabulary,
 )
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 class Kernels:
     """Computes in MindSpore's own operations, on rows of the full length with a mask, whatever the samples' lengths.
 
-    Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T.
+    Letters: N tokens, H hidden, I inner, V local vocabulary, D head dim, R rows of T tokens, N = R T. Of experts: E
+    experts, K slots of a token, which are numbered token * K + k, and S rows that experts get. `order` int32 [S] is the
+    slot of each row, `home` int32 [N, K] the row of each slot; -1 is none.
 
     Matrices and tables of weights are of the compute dtype; their vectors are float32, or of the compute dtype as well
     where nothing is trained and `takes_narrow_vectors`. Activations go in and out in one dtype: the compute dtype, or
@@ -106,6 +109,49 @@ class Kernels:
         silu(x) = x sigmoid(x); gelu_tanh(x) = x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))).
         """
         return mindspore_ops.Glu(activation)
+
+    def router(self, routing: Routing) -> nn.Cell:
+        """Makes a cell: (x [N, H], weight [H, E], routes int32 [N, K]) -> float32 [N, K], the scores of the experts
+        `routes`, 0 where one is -1.
+
+        Logits, their sums and scores are float32 in any precision. A score is that of the dense softmax, through which
+        x and the weight get their gradients (arXiv:1701.06538).
+        """
+        return mindspore_experts.Router(routing)
+
+    def choose_experts(self, routing: Routing) -> nn.Cell:
+        """Makes a cell: (x [N, H], weight [H, E]) -> routes int32 [N, K]: the experts of the largest scores, falling;
+        of equal ones the first. There is no gradient."""
+        return mindspore_experts.ChooseExperts(routing)
+
+    def sort_slots(self, routing: Routing) -> nn.Cell:
+        """Makes a cell: routes int32 [N, K] -> (order [N K], counts int32 [E], home [N, K]).
+
+        Rows are sorted by expert, and those of one lie as their slots do. A slot of expert -1 has no row.
+        """
+        return mindspore_experts.SortSlots(routing)
+
+    def take_rows(self) -> nn.Cell:
+        """Makes a cell: (x [N, H], order [S], home [N, K]) -> [S, H], the token of each row, zeros for -1.
+
+        The gradient of x is weighted_sum with scores of 1: a sum in the order of a token's slots.
+        """
+        return mindspore_experts.TakeRows()
+
+    def expert_mlp(self, activation: Activation) -> nn.Cell:
+        """Makes a cell: (x [S, H], counts int32 [E], gate_up [E, H, 2 I], down [E, I, H]) -> [S, H].
+
+        Expert e computes glu(x gate_up[e]) down[e] of the next counts[e] rows; rows behind all of them are zeros. The
+        gradients of an expert without rows are zeros.
+        """
+        return mindspore_experts.ExpertMlp(activation)
+
+    def weighted_sum(self) -> nn.Cell:
+        """Makes a cell: (y [S, H], scores float32 [N, K], order [S], home [N, K]) -> [N, H] in the dtype of y.
+
+        A token's rows, each times its score, are added in float32 and in the order of its slots.
+        """
+        return mindspore_experts.WeightedSum()
 
     def embedding(self, first_token: int) -> nn.Cell:
         """Makes a cell: (tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token

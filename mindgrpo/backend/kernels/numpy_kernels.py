@@ -12,7 +12,14 @@ import mindspore as ms
 import numpy as np
 
 from mindgrpo.backend.kernels.contract import Kernels
-from mindgrpo.backend.kernels.shapes import NEVER, Activation, AdamWNumbers, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import (
+    NEVER,
+    Activation,
+    AdamWNumbers,
+    Heads,
+    Routing,
+    Vocabulary,
+)
 
 Array = np.ndarray
 Function = Callable[..., Any]
@@ -25,7 +32,7 @@ def _norm(x: Array, weight: Array, eps: float) -> Array:
 def _rows(table: Array, rows: Array) -> Array:
     """Returns rows of a table, zeros for those that it does not have."""
     mine = (rows >= 0) & (rows < len(table))
-    return table[np.where(mine, rows, 0)] * mine[:, None]
+    return table[np.where(mine, rows, 0)] * mine[..., None]
 
 
 def turned(heads: Array) -> Array:
@@ -86,6 +93,52 @@ class NumpyKernels(Kernels):
             return gate / (1 + np.exp(-(gate if activation == "silu" else cubic))) * up
 
         return glu
+
+    def router(self, routing: Routing) -> Any:
+        def scores(x: Array, weight: Array, routes: Array) -> Array:
+            taken = np.take_along_axis(_probabilities(x @ weight, routing), routes, 1)
+            taken = np.where(routes >= 0, taken, 0)
+            if routing.renormalise:
+                total = taken.sum(1, keepdims=True)
+                taken = taken / np.where(total > 0, total, 1)
+            return taken * routing.scaling
+
+        return scores
+
+    def choose_experts(self, routing: Routing) -> Any:
+        def choose(x: Array, weight: Array) -> Array:
+            scores = _probabilities(x @ weight, routing)
+            return np.argsort(-scores, 1, kind="stable")[:, : routing.per_token].astype(np.int32)
+
+        return choose
+
+    def sort_slots(self, routing: Routing) -> Any:
+        def sort(routes: Array) -> tuple[Array, Array, Array]:
+            flat, home = routes.reshape(-1), np.full(routes.size, -1, np.int32)
+            order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
+            home[order] = np.arange(order.size)
+            counts = np.bincount(flat[order], minlength=routing.num_experts)
+            order = np.pad(order, (0, flat.size - order.size), constant_values=-1)
+            return order.astype(np.int32), counts.astype(np.int32), home.reshape(routes.shape)
+
+        return sort
+
+    def take_rows(self) -> Any:
+        return lambda x, order, home: _rows(x, order // home.shape[1])
+
+    def expert_mlp(self, activation: Activation) -> Any:
+        glu = self.glu(activation)
+
+        def mlp(x: Array, counts: Array, gate_up: Array, down: Array) -> Array:
+            y, ends = np.zeros_like(x), np.cumsum(counts)
+            for e, (count, end) in enumerate(zip(counts, ends, strict=True)):
+                y[end - count : end] = glu(x[end - count : end] @ gate_up[e]) @ down[e]
+            return y
+
+        return mlp
+
+    def weighted_sum(self) -> Any:
+        return lambda y, scores, order, home: (_rows(y, home) * scores[:, :, None]).sum(1)
 
     def embedding(self, first_token: int) -> Any:
         return lambda tokens, table: _rows(table, tokens - first_token)
@@ -209,6 +262,13 @@ class NumpyKernels(Kernels):
             return dlogits @ table, dlogits.T @ x
 
         return both
+
+
+def _probabilities(logits: Array, routing: Routing) -> Array:
+    if routing.is_sigmoid:
+        return 1 / (1 + np.exp(-logits))
+    mass = np.exp(logits - logits.max(1, keepdims=True))
+    return mass / mass.sum(1, keepdims=True)
 
 
 def _one_hot(labels: Array, vocabulary: Vocabulary, like: Array) -> Array:

@@ -35,6 +35,21 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """How a router chooses `per_token` of `num_experts` for a token and scores them.
+
+    By the softmax of its logits, or their sigmoids; with `renormalise` divided by the sum of the chosen ones', times
+    `scaling`.
+    """
+
+    num_experts: int
+    per_token: int
+    is_sigmoid: bool = False
+    renormalise: bool = True
+    scaling: float = 1.0
+
+
+@dataclass(frozen=True)
 class AdamWNumbers:
     """One step of AdamW (arXiv:1711.05101): `scale` is on the gradient; update number `count` from 1."""
 

@@ -17,7 +17,7 @@ from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
-from mindgrpo.backend.kernels.shapes import NEVER, AdamWNumbers, Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import NEVER, AdamWNumbers, Heads, Routing, Vocabulary
 
 COUNT, PROMPT, SEGMENTS = 1 << 16, 6, 256
 # Those of rollout/noise.py and weights/checksum.py, or like them.
@@ -356,6 +356,36 @@ def _cached(name: str, sizes: Sizes, dtype: Dtype, is_shared: bool, **others: An
     return Case(name, "cached_attention", make, inputs, 1)
 
 
+# -- experts ------------------------------------------------------------------------------------------------------
+
+
+def _experts(sizes: Sizes) -> list[Case]:
+    """Lists the cases of two of eight experts for each token; one has no tokens, and some tokens have one expert."""
+    tokens, hidden, inner = sizes.rows * sizes.length, sizes.hidden, sizes.inner // 4
+    routing, rng = Routing(8, 2), np.random.default_rng(0)
+    routes = np.argsort(rng.random((tokens, 7)), 1)[:, :2].astype(np.int32)
+    routes[::9, 1] = -1
+    x, router = _floats(tokens, hidden), _floats(hidden, 8) / np.float32(hidden**0.5)
+    order, counts, home = NumpyKernels().sort_slots(routing)(routes)
+    y, scores = _floats(order.size, hidden), np.abs(_floats(tokens, 2)) + 0.1
+    rows = NumpyKernels().take_rows()(x, order, home)
+    weights = [_floats(8, hidden, 2 * inner), _floats(8, inner, hidden)]
+    weights = [own / np.float32(own.shape[1] ** 0.5) for own in weights]
+    # No two scores of a token are alike.
+    levels = np.zeros((tokens, hidden), np.float32)
+    levels[:, :8] = np.argsort(rng.random((tokens, 8)), 1)
+    choice = [levels, np.eye(hidden, 8, dtype=np.float32)]
+    method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
+        "router": (lambda k: k.router(routing), [x, router, routes], 1, True),
+        "choose_experts": (lambda k: k.choose_experts(routing), choice, 1, False),
+        "sort_slots": (lambda k: k.sort_slots(routing), [routes], 0, False),
+        "take_rows": (lambda k: k.take_rows(), [x, order, home], 1, True),
+        "expert_mlp": (lambda k: k.expert_mlp("silu"), [rows, counts, *weights], 3, True),
+        "weighted_sum": (lambda k: k.weighted_sum(), [y, scores, order, home], 1, True),
+    }
+    return [Case(name.replace("_", " "), name, *row) for name, row in method.items()]
+
+
 # -- the optimizer ------------------------------------------------------------------------------------------------
 
 
@@ -445,6 +475,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         _packed("packed attention, norms", sizes, norm_eps=1e-6),
         _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),
         _shared_rows(sizes),
+        *_experts(sizes),
         _adamw(sizes),
         _prefill(sizes, dtype),
         _cached("attention to the cache", sizes, dtype, False, has_bias=True),

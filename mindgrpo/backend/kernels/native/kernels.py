@@ -11,6 +11,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.native import experts
 from mindgrpo.backend.kernels.native.attention import (
     AsGiven,
     ContextAttention,
@@ -33,6 +34,7 @@ from mindgrpo.backend.kernels.shapes import (
     Activation,
     AdamWNumbers,
     Heads,
+    Routing,
     SamplingParams,
     Vocabulary,
 )
@@ -328,6 +330,25 @@ class NativeKernels(Kernels):
 
     def glu(self, activation: Activation) -> nn.Cell:
         return _SwiGlu() if activation == "silu" else super().glu(activation)
+
+    def router(self, routing: Routing) -> nn.Cell:
+        return experts.Router(routing)
+
+    def choose_experts(self, routing: Routing) -> nn.Cell:
+        return experts.ChooseExperts(routing)
+
+    def sort_slots(self, routing: Routing) -> nn.Cell:
+        return experts.SortSlots(routing)
+
+    def take_rows(self) -> nn.Cell:
+        return experts.TakeRows()
+
+    def expert_mlp(self, activation: Activation) -> nn.Cell:
+        is_silu = activation == "silu"
+        return experts.ExpertMlp(self.num_parts) if is_silu else super().expert_mlp(activation)
+
+    def weighted_sum(self) -> nn.Cell:
+        return experts.WeightedSum()
 
     def embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)

@@ -82,18 +82,9 @@ static void gated_grad_rows(const Call *call, int64_t begin, int64_t end) {
     const float *both = call->params[0], *dy = call->params[1];
     float *dboth = call->params[2];
     int64_t width = dim(call, 'I');
-    for (int64_t i = begin; i < end; i++) {
-        const float *gate = both + 2 * i * width, *up = gate + width, *out = dy + i * width;
-        float *dgate = dboth + 2 * i * width, *dup = dgate + width;
-        for (int64_t j = 0; j < width; j++) {
-            float s = 1.0f / (1.0f + fast_exp(-gate[j]));
-            dup[j] = out[j] * gate[j] * s;
-            dgate[j] = out[j] * up[j] * (s + gate[j] * s * (1.0f - s));
-        }
-    }
+    for (int64_t i = begin; i < end; i++) gate_row_grad(both + 2 * i * width, dy + i * width, width, dboth + 2 * i * width);
 }
 
-/* silu'(g) = s + g s (1 - s), s = sigmoid(g) */
 KERNEL(gated_grad, "both f32[N, 2I], dy f32[N, I] -> dboth f32[N, 2I]") { return over_rows(call, gated_grad_rows); }
 
 /* Rows of the table's tokens, which begin with `first`; zero for any other. */

@@ -31,6 +31,14 @@ void gate_row(const float *both, int64_t n, float *y) {
     for (int64_t j = 0; j < n; j++) y[j] = silu(both[j]) * both[n + j];
 }
 
+void gate_row_grad(const float *both, const float *dy, int64_t n, float *dboth) {
+    for (int64_t j = 0; j < n; j++) {
+        float s = 1.0f / (1.0f + fast_exp(-both[j]));
+        dboth[n + j] = dy[j] * both[j] * s;
+        dboth[j] = dy[j] * both[n + j] * (s + both[j] * s * (1.0f - s));
+    }
+}
+
 float exp_row(float *row, int64_t count, int64_t end, float *top) {
     int64_t whole = padded(count);
     float most = largest(row, count), sum = 0.0f;

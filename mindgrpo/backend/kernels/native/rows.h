@@ -18,6 +18,9 @@ void norm_and_rope(const float *source, const float *bias, const float *norm, fl
 /* y [n] = silu(gate) * up of `both`, gate [n] then up [n]; y may be `both`. */
 void gate_row(const float *both, int64_t n, float *y);
 
+/* Its gradient, dboth [2 n] of dy [n]: silu'(g) = s + g s (1 - s), s = sigmoid(g). */
+void gate_row_grad(const float *both, const float *dy, int64_t n, float *dboth);
+
 /* row [count] -> exp(row - top), top its largest, then zeros up to the larger of `end` and padded(count), which the row has
  * room for. Returns their sum, in which a key's place from the sequence's first on alone decides when it is added. */
 float exp_row(float *row, int64_t count, int64_t end, float *top);

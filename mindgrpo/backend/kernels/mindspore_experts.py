@@ -1,0 +1,194 @@
+"""A mixture of experts in MindSpore's own operations: the cells of the kernels' contract.
+
+Letters as in contract.Kernels. All experts compute all rows, and a mask takes those of each: what it defines is any
+number of rows an expert, in static shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.backend.kernels.mindspore_ops import Glu
+from mindgrpo.backend.kernels.shapes import Activation, Routing
+
+# No score is as small.
+TAKEN = -1.0
+
+
+class _Probabilities(nn.Cell):
+    """(x [N, H], weight [H, E]) -> every expert's score float32 [N, E], before any is chosen."""
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.is_sigmoid, self.matmul = routing.is_sigmoid, ops.MatMul()
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        logits = self.matmul(x.astype(ms.float32), weight.astype(ms.float32))
+        return ops.sigmoid(logits) if self.is_sigmoid else ops.softmax(logits, -1)
+
+
+class Router(nn.Cell):
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.probabilities = _Probabilities(routing)
+        self.renormalise, self.scaling = routing.renormalise, routing.scaling
+
+    def construct(self, x: Any, weight: Any, routes: Any) -> Any:
+        is_sent = (routes >= 0).astype(ms.float32)
+        every = self.probabilities(x, weight)
+        scores = ops.gather_elements(every, 1, ops.maximum(routes, 0)) * is_sent
+        if self.renormalise:
+            # A token without experts has a sum of 1.
+            scores = scores / (scores.sum(1, keepdims=True) + (1.0 - is_sent.max(1, keepdims=True)))
+        return scores * self.scaling
+
+
+class ChooseExperts(nn.Cell):
+    """Not by TopK: which of equal scores it takes differs between devices."""
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.probabilities = _Probabilities(routing)
+        self.count, self.none = routing.per_token, float(routing.num_experts)
+        self.ids = Tensor(np.arange(routing.num_experts, dtype=np.float32)[None])
+        self.choose = ops.Select()
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        left = self.probabilities(x, weight)
+        ids = left * 0.0 + self.ids
+        routes = []
+        for _ in range(self.count):
+            is_largest = ops.equal(left, left.max(1, keepdims=True))
+            first = self.choose(is_largest, ids, ids * 0.0 + self.none).min(1, keepdims=True)
+            left = self.choose(ops.equal(ids, first), left * 0.0 + TAKEN, left)
+            routes.append(first)
+        return ops.concat(routes, 1).astype(ms.int32)
+
+
+class SortSlots(nn.Cell):
+    """Counts in float32, which has all whole numbers up to 2^24."""
+
+    def __init__(self, routing: Routing) -> None:
+        super().__init__()
+        self.ids = Tensor(np.arange(routing.num_experts, dtype=np.int32)[None])
+
+    def construct(self, routes: Any) -> Any:
+        slots = routes.reshape(-1, 1)
+        is_own = ops.equal(slots, self.ids).astype(ms.float32)
+        counts = is_own.sum(0, keepdims=True)
+        starts = ops.cumsum(counts, 1) - counts
+        before = ops.cumsum(is_own, 0) - is_own
+        rows = (is_own * (before + starts)).sum(1).astype(ms.int32)
+        is_sent = (slots.reshape(-1) >= 0).astype(ms.int32)
+        home = (rows + 1) * is_sent - 1
+        # Slots without a row all go to one behind the last.
+        count = home.shape[0]
+        at = ops.expand_dims(rows * is_sent + count * (1 - is_sent), 1)
+        numbers = ops.cumsum(is_sent * 0 + 1, 0)
+        order = ops.scatter_nd(at, numbers.astype(ms.int32), (count + 1,))[:count] - 1
+        return order, counts.reshape(-1).astype(ms.int32), home.reshape(routes.shape)
+
+
+class _Rows(nn.Cell):
+    """(x [N, H], rows int32 [M]) -> [M, H], zeros for a row of -1; in operations, as bprops call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather, self.largest, self.cast = ops.Gather(), ops.Maximum(), ops.Cast()
+        self.mul, self.expand, self.greater = ops.Mul(), ops.ExpandDims(), ops.GreaterEqual()
+
+    def construct(self, x: Any, rows: Any) -> Any:
+        is_there = self.cast(self.greater(rows, 0), x.dtype)
+        return self.mul(self.gather(x, self.largest(rows, 0), 0), self.expand(is_there, 1))
+
+
+class _SumOfSlots(nn.Cell):
+    """(y [S, H], scores float32 [N, K], home [N, K]) -> float32 [N, H]: each slot's row times its score, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.slice, self.cast = _Rows(), ops.StridedSlice(), ops.Cast()
+        self.mul, self.add, self.reshape = ops.Mul(), ops.Add(), ops.Reshape()
+
+    def construct(self, y: Any, scores: Any, home: Any) -> Any:
+        total = self.of_slot(y, scores, home, 0)
+        for k in range(1, home.shape[1]):
+            total = self.add(total, self.of_slot(y, scores, home, k))
+        return total
+
+    def of_slot(self, y: Any, scores: Any, home: Any, k: int) -> Any:
+        count = home.shape[0]
+        rows = self.reshape(self.slice(home, (0, k), (count, k + 1), (1, 1)), (count,))
+        own = self.slice(scores, (0, k), (count, k + 1), (1, 1))
+        return self.mul(self.cast(self.rows(y, rows), ms.float32), own)
+
+
+class TakeRows(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.back = _Rows(), _SumOfSlots()
+        self.ones, self.zeros, self.cast = ops.OnesLike(), ops.ZerosLike(), ops.Cast()
+
+    def construct(self, x: Any, order: Any, home: Any) -> Any:
+        return self.rows(x, token_of(order, home.shape[1]))
+
+    def bprop(self, x: Any, order: Any, home: Any, out: Any, dout: Any) -> Any:
+        ones = self.ones(self.cast(home, ms.float32))
+        dx = self.cast(self.back(dout, ones, home), x.dtype)
+        return dx, self.zeros(order), self.zeros(home)
+
+
+def token_of(order: Any, slots: int) -> Any:
+    """Returns the token of each row, below 0 where it has none."""
+    return ops.floor_div(order, slots)
+
+
+class ExpertMlp(nn.Cell):
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.glu, self.matmul = Glu(activation), ops.MatMul()
+
+    def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
+        numbers = ops.expand_dims(ops.cumsum(ops.ones_like(x[:, 0]).astype(ms.float32), 0), 1)
+        ends = ops.expand_dims(ops.cumsum(counts.astype(ms.float32), 0), 0)
+        starts = ends - ops.expand_dims(counts.astype(ms.float32), 0)
+        mine = ops.logical_and(numbers > starts, numbers <= ends).astype(x.dtype)
+        gates, downs = ops.unstack(gate_up), ops.unstack(down)
+        y = ops.zeros_like(x)
+        for e in range(gate_up.shape[0]):
+            own = self.matmul(self.glu(self.matmul(x, gates[e])), downs[e])
+            y = y + own * mine[:, e : e + 1]
+        return y
+
+
+class WeightedSum(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum, self.rows = _SumOfSlots(), _Rows()
+        self.zeros, self.cast, self.mul = ops.ZerosLike(), ops.Cast(), ops.Mul()
+        self.reshape, self.reduce = ops.Reshape(), ops.ReduceSum(True)
+        self.slice, self.concat, self.divide = ops.StridedSlice(), ops.Concat(1), ops.FloorDiv()
+
+    def construct(self, y: Any, scores: Any, order: Any, home: Any) -> Any:
+        return self.sum(y, scores, home).astype(y.dtype)
+
+    def bprop(self, y: Any, scores: Any, order: Any, home: Any, out: Any, dout: Any) -> Any:
+        count, slots = home.shape
+        exact = self.cast(dout, ms.float32)
+        own = self.rows(self.reshape(scores, (-1, 1)), order)
+        dy = self.mul(self.rows(exact, self.divide(order, slots)), own)
+        dscores = []
+        for k in range(slots):
+            rows = self.reshape(self.slice(home, (0, k), (count, k + 1), (1, 1)), (count,))
+            products = self.mul(self.cast(self.rows(y, rows), ms.float32), exact)
+            dscores.append(self.reduce(products, 1))
+        return (
+            self.cast(dy, y.dtype),
+            self.concat(dscores),
+            self.zeros(order),
+            self.zeros(home),
+        )

@@ -1,0 +1,433 @@
+/* A mixture of experts: the router's scores, the choice, slots sorted by expert, and the experts' gated MLPs.
+ *
+ * A token has K slots, slot number token * K + k; a row is what an expert gets of a slot. `order` names each row's slot and
+ * `home` each slot's row, -1 where there is none. Rows lie by expert, `counts` of each; those behind them are zeros. A row's
+ * numbers do not depend on the rows beside it. */
+#include "bf16_gemm.h"
+#include "gemm.h"
+#include "kernel.h"
+#include "rows.h"
+
+/* Rows that a member chooses experts for at a time, and the fewest that a weight's gradient is a sum over (below). */
+enum { CHOSEN_ROWS = 64, LEAST_SUMMED = 64 };
+
+/* -- the router ------------------------------------------------------------------------------------------------ */
+
+/* Tensor `routing`: whether scores are sigmoids, whether those of a token are divided by their sum, and their factor. */
+typedef struct {
+    int is_sigmoid, renormalises;
+    float scaling;
+} Routing;
+
+static Routing routing_of(const float *numbers) { return (Routing){numbers[0] != 0.0f, numbers[1] != 0.0f, numbers[2]}; }
+
+/* p [rows, E]: softmax or sigmoid of x w, each row by itself. */
+static void probabilities(int64_t rows, int64_t hidden, int64_t experts, const float *x, const float *w, Routing routing,
+                          float *p) {
+    gemm_alone(rows, experts, hidden, x, hidden, 1, w, experts, p, experts, 0);
+    for (int64_t i = 0; i < rows; i++, p += experts) {
+        if (routing.is_sigmoid) {
+            for (int64_t e = 0; e < experts; e++) p[e] = 1.0f / (1.0f + fast_exp(-p[e]));
+            continue;
+        }
+        float top = largest(p, experts), sum = 0.0f;
+        for (int64_t e = 0; e < experts; e++) p[e] = fast_exp(p[e] - top);
+        for (int64_t e = 0; e < experts; e++) sum += p[e];
+        for (int64_t e = 0; e < experts; e++) p[e] /= sum;
+    }
+}
+
+/* The sum of p at a token's experts; 1 where scores are not divided by it, or the token has none. */
+static float divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing) {
+    float sum = 0.0f;
+    for (int64_t k = 0; k < slots; k++)
+        if (routes[k] >= 0) sum += p[routes[k]];
+    return routing.renormalises && sum > 0.0f ? sum : 1.0f;
+}
+
+static int check_routes(const Call *call, int index) {
+    const int32_t *routes = call->params[index];
+    for (int64_t i = 0; i < dim(call, 'N') * dim(call, 'K'); i++)
+        if (routes[i] < -1 || routes[i] >= dim(call, 'E'))
+            return refuse(call, "slot %ld has expert %d of %ld", i, routes[i], dim(call, 'E'));
+    return 0;
+}
+
+static void score_rows(const Call *call, int64_t begin, int64_t end) {
+    int64_t hidden = dim(call, 'H'), experts = dim(call, 'E'), slots = dim(call, 'K');
+    const float *x = call->params[0], *w = call->params[1];
+    const int32_t *routes = call->params[2];
+    Routing routing = routing_of(call->params[3]);
+    float *scores = call->params[4], *p = call->params[5];
+    probabilities(end - begin, hidden, experts, x + begin * hidden, w, routing, p + begin * experts);
+    for (int64_t i = begin; i < end; i++) {
+        const int32_t *own = routes + i * slots;
+        float sum = divisor(p + i * experts, own, slots, routing);
+        for (int64_t k = 0; k < slots; k++)
+            scores[i * slots + k] = own[k] < 0 ? 0.0f : p[i * experts + own[k]] / sum * routing.scaling;
+    }
+}
+
+/* scores of each token's experts, from the p of all */
+KERNEL(router, "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[3] -> scores f32[N, K], p f32[N, E]") {
+    return check_routes(call, 2) ? KERNEL_REFUSED : over_rows(call, score_rows);
+}
+
+typedef struct {
+    const Call *call;
+    float *dlogits; /* [N, E] */
+} RouterGrad;
+
+static void router_back(void *task, Member member) {
+    const RouterGrad *t = task;
+    const Call *call = t->call;
+    int64_t n = dim(call, 'N'), hidden = dim(call, 'H'), experts = dim(call, 'E'), slots = dim(call, 'K'), begin, end;
+    const float *x = call->params[0], *w = call->params[1], *p = call->params[4], *dscores = call->params[5];
+    const int32_t *routes = call->params[2];
+    Routing routing = routing_of(call->params[3]);
+    float *dx = call->params[6], *dw = call->params[7];
+    share_out(member, n, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        const float *own = p + i * experts, *d = dscores + i * slots;
+        const int32_t *at = routes + i * slots;
+        float *dp = t->dlogits + i * experts, sum = divisor(own, at, slots, routing), mean = 0.0f;
+        memset(dp, 0, experts * sizeof(float));
+        for (int64_t k = 0; k < slots && routing.renormalises; k++)
+            if (at[k] >= 0) mean += d[k] * own[at[k]] / sum;
+        for (int64_t k = 0; k < slots; k++)
+            if (at[k] >= 0) dp[at[k]] += (d[k] - mean) / sum * routing.scaling;
+        mean = 0.0f;
+        for (int64_t e = 0; e < experts && !routing.is_sigmoid; e++) mean += dp[e] * own[e];
+        for (int64_t e = 0; e < experts; e++)
+            dp[e] = routing.is_sigmoid ? dp[e] * own[e] * (1.0f - own[e]) : own[e] * (dp[e] - mean);
+    }
+    gemm((Member){0, 1}, end - begin, hidden, experts, t->dlogits + begin * experts, experts, 1, w, experts, 1,
+         dx + begin * hidden, hidden, 0);
+    pool_meet(member);
+    share_out(member, hidden, &begin, &end);
+    gemm_alone(end - begin, experts, n, x + begin, 1, hidden, t->dlogits, experts, dw + begin * experts, experts, 0);
+}
+
+KERNEL(router_grad,
+       "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[3], p f32[N, E], dscores f32[N, K] "
+       "-> dx f32[N, H], dw f32[H, E]") {
+    RouterGrad t = {call, scratch(call, dim(call, 'N') * dim(call, 'E') + 1)};
+    if (!t.dlogits) return KERNEL_OUT_OF_MEMORY;
+    if (check_routes(call, 2)) return KERNEL_REFUSED;
+    pool_run(router_back, &t);
+    return 0;
+}
+
+typedef struct {
+    const Call *call;
+    float *p; /* [members, CHOSEN_ROWS, E] */
+} Choice;
+
+static void choose(void *task, Member member) {
+    const Choice *t = task;
+    const Call *call = t->call;
+    int64_t hidden = dim(call, 'H'), experts = dim(call, 'E'), slots = dim(call, 'K'), begin, end;
+    const float *x = call->params[0], *w = call->params[1];
+    float *own = t->p + member.index * CHOSEN_ROWS * experts;
+    int32_t *routes = call->params[3];
+    share_out(member, dim(call, 'N'), &begin, &end);
+    for (int64_t start = begin; start < end; start += CHOSEN_ROWS) {
+        int64_t rows = end - start < CHOSEN_ROWS ? end - start : CHOSEN_ROWS;
+        probabilities(rows, hidden, experts, x + start * hidden, w, routing_of(call->params[2]), own);
+        for (int64_t i = 0; i < rows; i++) {
+            float *p = own + i * experts;
+            for (int64_t k = 0; k < slots; k++) {
+                int64_t best = -1;
+                for (int64_t e = 0; e < experts; e++)
+                    if (best < 0 ? p[e] != -1.0f : p[e] > p[best]) best = e;
+                routes[(start + i) * slots + k] = best;
+                p[best] = -1.0f; /* no score, and below all */
+            }
+        }
+    }
+}
+
+/* The K experts of the largest scores, the first of equal ones first. */
+KERNEL(choose_experts, "x f32[N, H], w f32[H, E], routing f32[3] -> routes i32[N, K]") {
+    if (dim(call, 'K') > dim(call, 'E')) return refuse(call, "%ld of %ld experts", dim(call, 'K'), dim(call, 'E'));
+    Choice t = {call, scratch(call, pool_size() * CHOSEN_ROWS * dim(call, 'E'))};
+    if (!t.p) return KERNEL_OUT_OF_MEMORY;
+    pool_run(choose, &t);
+    return 0;
+}
+
+/* -- slots and rows -------------------------------------------------------------------------------------------- */
+
+/* Slots by expert, those of one in their order; such with expert -1 are left out. */
+KERNEL(sort_slots, "routes i32[N, K] -> order i32[NK], counts i32[E], home i32[N, K]") {
+    const int32_t *routes = call->params[0];
+    int32_t *order = call->params[1], *counts = call->params[2], *home = call->params[3];
+    int64_t slots = dim(call, 'N') * dim(call, 'K'), experts = dim(call, 'E'), sum = 0;
+    int64_t *next = (int64_t *)scratch(call, 2 * experts);
+    if (!next) return KERNEL_OUT_OF_MEMORY;
+    if (check_routes(call, 0)) return KERNEL_REFUSED;
+    memset(counts, 0, experts * sizeof *counts);
+    for (int64_t i = 0; i < slots; i++)
+        if (routes[i] >= 0) counts[routes[i]]++;
+    for (int64_t e = 0; e < experts; e++) next[e] = sum, sum += counts[e];
+    for (int64_t i = sum; i < slots; i++) order[i] = -1;
+    for (int64_t i = 0; i < slots; i++) {
+        home[i] = routes[i] < 0 ? -1 : next[routes[i]]++;
+        if (home[i] >= 0) order[home[i]] = i;
+    }
+    return 0;
+}
+
+/* Whether tensors `order` [S] and `home` [N, K] name slots and rows that there are, and each other. */
+static int check_slots(const Call *call, int order_index, int home_index) {
+    const int32_t *order = call->params[order_index], *home = call->params[home_index];
+    int64_t slots = dim(call, 'N') * dim(call, 'K'), rows = dim(call, 'S');
+    for (int64_t i = 0; i < rows; i++)
+        if (order[i] < -1 || order[i] >= slots || (order[i] >= 0 && home[order[i]] != i))
+            return refuse(call, "row %ld is of slot %d of %ld, which is not its", i, order[i], slots);
+    for (int64_t i = 0; i < slots; i++)
+        if (home[i] < -1 || home[i] >= rows || (home[i] >= 0 && order[home[i]] != i))
+            return refuse(call, "slot %ld has row %d of %ld, which is not its", i, home[i], rows);
+    return 0;
+}
+
+static void take(void *task, Member member) {
+    const Call *call = task;
+    const float *x = call->params[0];
+    const int32_t *order = call->params[1];
+    float *y = call->params[3];
+    int64_t width = dim(call, 'H'), slots = dim(call, 'K'), begin, end;
+    share_out(member, dim(call, 'S'), &begin, &end);
+    for (int64_t i = begin; i < end; i++)
+        if (order[i] < 0)
+            memset(y + i * width, 0, width * sizeof(float));
+        else
+            memcpy(y + i * width, x + order[i] / slots * width, width * sizeof(float));
+}
+
+KERNEL(take_rows, "x f32[N, H], order i32[S], home i32[N, K] -> y f32[S, H]") {
+    if (check_slots(call, 1, 2)) return KERNEL_REFUSED;
+    pool_run(take, call);
+    return 0;
+}
+
+static void sum_slots(void *task, Member member) {
+    const Call *call = task;
+    const float *y = call->params[0], *scores = optional(call, 1);
+    const int32_t *home = call->params[3];
+    float *out = call->params[4];
+    int64_t width = dim(call, 'H'), slots = dim(call, 'K'), begin, end;
+    share_out(member, dim(call, 'N'), &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        float *own = out + i * width;
+        memset(own, 0, width * sizeof(float));
+        for (int64_t k = 0; k < slots; k++) {
+            int64_t at = i * slots + k, row = home[at];
+            float score = scores ? scores[at] : 1.0f;
+            for (int64_t j = 0; j < width && row >= 0; j++) own[j] += score * y[row * width + j];
+        }
+    }
+}
+
+/* Each token's rows, times their scores, in the order of its slots; without scores their sum. */
+KERNEL(weighted_sum, "y f32[S, H], scores f32[N, K]?, order i32[S], home i32[N, K] -> out f32[N, H]") {
+    if (check_slots(call, 2, 3)) return KERNEL_REFUSED;
+    pool_run(sum_slots, call);
+    return 0;
+}
+
+static void sum_back(void *task, Member member) {
+    const Call *call = task;
+    const float *y = call->params[0], *scores = call->params[1], *dout = call->params[4];
+    const int32_t *order = call->params[2], *home = call->params[3];
+    float *dy = call->params[5], *dscores = call->params[6];
+    int64_t width = dim(call, 'H'), slots = dim(call, 'K'), begin, end;
+    share_out(member, dim(call, 'S'), &begin, &end);
+    for (int64_t i = begin; i < end; i++)
+        if (order[i] < 0) memset(dy + i * width, 0, width * sizeof(float));
+    share_out(member, dim(call, 'N') * slots, &begin, &end);
+    for (int64_t at = begin; at < end; at++) {
+        const float *d = dout + at / slots * width, *own = y + home[at] * width;
+        float *to = dy + home[at] * width, sum = 0.0f;
+        if (home[at] >= 0) {
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < width; j++) sum += own[j] * d[j];
+            for (int64_t j = 0; j < width; j++) to[j] = scores[at] * d[j];
+        }
+        dscores[at] = sum;
+    }
+}
+
+KERNEL(weighted_sum_grad,
+       "y f32[S, H], scores f32[N, K], order i32[S], home i32[N, K], dout f32[N, H] "
+       "-> dy f32[S, H], dscores f32[N, K]") {
+    if (check_slots(call, 2, 3)) return KERNEL_REFUSED;
+    pool_run(sum_back, call);
+    return 0;
+}
+
+/* -- the experts ----------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t rows, used, hidden, inner, experts, most; /* `most` rows an expert has, `used` all together */
+    const int32_t *counts;
+    Summation sum;
+    int is_bf16[2];
+    const float *x, *dy, *both;
+    const void *gate_up, *down;
+    float *made, *y, *dx, *dgate_up, *ddown;
+    /* [S, I], [S, I], [S, 2I]; then what a product's factors are copied to. */
+    float *act, *dact, *dboth, *padded_a, *padded_b;
+    char *packed;
+    int64_t packed_bytes;
+} Experts;
+
+/* c [S, n] = a [S, k] B by expert: B [E, k, n], or the transpose of [E, n, k] where `turned`. Members meet behind it. */
+static void expert_products(const Experts *t, Member member, int64_t n, int64_t k, const float *a, const void *b,
+                            int is_bf16, int turned, float *c) {
+    int64_t bytes = n * k * (is_bf16 ? sizeof(uint16_t) : sizeof(float));
+    const char *own = b;
+    for (int64_t e = 0, buffer = 0; e < t->experts; own += bytes, a += t->counts[e] * k, c += t->counts[e] * n, e++) {
+        if (!t->counts[e]) continue;
+        if (!t->sum.parts) {
+            gemm(member, t->counts[e], n, k, a, k, 1, (const float *)own, turned ? k : n, turned, c, n, 0);
+            continue;
+        }
+        /* Of two buffers, so that one is packed while others still multiply with the other. */
+        char *packed = t->packed + buffer * t->packed_bytes;
+        buffer = !buffer;
+        pack_matrix(member, k, n, own, is_bf16, turned ? 1 : n, turned ? k : 1, t->sum, packed);
+        pool_meet(member);
+        bf16_gemm(member, t->counts[e], n, k, a, k, 1, t->sum, packed, c, n);
+    }
+    pool_meet(member);
+}
+
+/* How many rows a gradient in parts is a sum over, zeros among them: of a few numbers, as oneDNN makes a product for each. */
+static int64_t summed_rows(int64_t rows) {
+    int64_t size = LEAST_SUMMED;
+    while (size < rows) size = size & (size - 1) ? size / 3 * 4 : size / 2 * 3;
+    return size;
+}
+
+/* `rows` rows of x, then zeros: the member's share. */
+static void pad_rows(Member member, int64_t rows, int64_t size, int64_t width, const float *x, float *to) {
+    int64_t begin, end;
+    share_out(member, size, &begin, &end);
+    for (int64_t i = begin; i < end; i++)
+        if (i < rows)
+            memcpy(to + i * width, x + i * width, width * sizeof(float));
+        else
+            memset(to + i * width, 0, width * sizeof(float));
+}
+
+/* c [E, m, n] = a [S, m]^T d [S, n] by expert: zeros where one has no rows. Members meet behind it. */
+static void expert_gradients(const Experts *t, Member member, int64_t m, int64_t n, const float *a, const float *d, float *c) {
+    for (int64_t e = 0; e < t->experts; a += t->counts[e] * m, d += t->counts[e] * n, c += m * n, e++) {
+        int64_t rows = t->counts[e], size = summed_rows(rows), begin, end;
+        if (!rows) {
+            share_out(member, m * n, &begin, &end);
+            memset(c + begin, 0, (end - begin) * sizeof(float));
+        } else if (!t->sum.parts) {
+            gemm(member, m, n, rows, a, 1, m, d, n, 0, c, n, 0);
+        } else {
+            pad_rows(member, rows, size, m, a, t->padded_a);
+            pad_rows(member, rows, size, n, d, t->padded_b);
+            pool_meet(member);
+            pack_matrix(member, size, n, t->padded_b, 0, n, 1, t->sum, t->packed);
+            pool_meet(member);
+            bf16_gemm(member, m, n, size, t->padded_a, 1, m, t->sum, t->packed, c, n);
+            pool_meet(member);
+        }
+    }
+    pool_meet(member);
+}
+
+static void forward(void *task, Member member) {
+    const Experts *t = task;
+    int64_t hidden = t->hidden, inner = t->inner, begin, end;
+    expert_products(t, member, 2 * inner, hidden, t->x, t->gate_up, t->is_bf16[0], 0, t->made);
+    share_out(member, t->used, &begin, &end);
+    for (int64_t i = begin; i < end; i++) gate_row(t->made + 2 * i * inner, inner, t->act + i * inner);
+    pool_meet(member);
+    expert_products(t, member, hidden, inner, t->act, t->down, t->is_bf16[1], 0, t->y);
+}
+
+static void backward(void *task, Member member) {
+    const Experts *t = task;
+    int64_t hidden = t->hidden, inner = t->inner, begin, end;
+    expert_products(t, member, inner, hidden, t->dy, t->down, t->is_bf16[1], 1, t->dact);
+    share_out(member, t->used, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        gate_row(t->both + 2 * i * inner, inner, t->act + i * inner);
+        gate_row_grad(t->both + 2 * i * inner, t->dact + i * inner, inner, t->dboth + 2 * i * inner);
+    }
+    pool_meet(member);
+    expert_gradients(t, member, inner, hidden, t->act, t->dy, t->ddown);
+    expert_gradients(t, member, hidden, 2 * inner, t->x, t->dboth, t->dgate_up);
+    expert_products(t, member, hidden, 2 * inner, t->dboth, t->gate_up, t->is_bf16[0], 1, t->dx);
+}
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Reads what both kernels are given, and takes the memory that they need; 0 where it can. */
+static int prepare(const Call *call, Experts *t, int parts, int has_gradients) {
+    int64_t hidden = dim(call, 'H'), inner = dim(call, 'I'), rows = dim(call, 'S'), used = 0, most = 0, bytes = 0;
+    const char *why;
+    *t = (Experts){.rows = rows, .hidden = hidden, .inner = inner, .experts = dim(call, 'E'), .counts = call->params[1]};
+    t->sum = (Summation){parts, 1}, t->x = call->params[0], t->gate_up = call->params[2], t->down = call->params[3];
+    t->is_bf16[0] = is_bf16(call, 2), t->is_bf16[1] = is_bf16(call, 3);
+    if (parts < 0 || parts > MOST_PARTS) return refuse(call, "%d parts: there are 0 to %d", parts, MOST_PARTS);
+    if (!parts && (t->is_bf16[0] || t->is_bf16[1])) return refuse(call, "products in float32 take no bfloat16");
+    for (int64_t e = 0; e < t->experts; used += t->counts[e], most = larger(most, t->counts[e]), e++)
+        if (t->counts[e] < 0 || t->counts[e] > rows - used)
+            return refuse(call, "expert %ld has %d rows behind %ld of %ld", e, t->counts[e], used, rows);
+    t->used = used, t->most = most;
+    int64_t size = parts ? summed_rows(most) : 0;
+    /* Depth and columns of each product's second factor. */
+    const int64_t factors[][2] = {{hidden, 2 * inner}, {inner, hidden}, {hidden, inner}, {2 * inner, hidden},
+                                  {size, hidden}, {size, 2 * inner}};
+    for (int i = has_gradients ? 2 : 0; i < (has_gradients ? 6 : 2) && parts; i++) {
+        int64_t own = packed_matrix_bytes(factors[i][0], factors[i][1], t->sum);
+        if (own < 0) return product_failure(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
+        bytes = larger(bytes, own);
+    }
+    t->packed_bytes = padded(bytes / sizeof(float) + 1) * sizeof(float);
+    int64_t of_packed = 2 * t->packed_bytes / sizeof(float), act = padded(used * inner), wide = larger(hidden, 2 * inner);
+    int64_t gradients = has_gradients ? act + padded(2 * used * inner) + 2 * padded(size * wide) : 0;
+    float *memory = scratch(call, of_packed + act + gradients + VEC);
+    if (!memory) return KERNEL_OUT_OF_MEMORY;
+    t->packed = (char *)memory, t->act = memory + of_packed, t->dact = t->act + act, t->dboth = t->dact + act;
+    t->padded_a = t->dboth + padded(2 * used * inner), t->padded_b = t->padded_a + padded(size * wide);
+    return 0;
+}
+
+static int run(const Call *call, void (*work)(void *task, Member member), Experts *t, float *rows) {
+    const char *why;
+    pool_run(work, t);
+    memset(rows + t->used * t->hidden, 0, (t->rows - t->used) * t->hidden * sizeof(float));
+    return product_failure(&why) ? refuse(call, "%s", why) : 0;
+}
+
+/* y = (silu(x gate) * (x up)) down of each row's expert; `both`, gate then up, is kept for the gradient. */
+KERNEL(expert_mlp,
+       "x f32[S, H], counts i32[E], gate_up f32|bf16[E, H, 2I], down f32|bf16[E, I, H], parts i32[1] "
+       "-> y f32[S, H], both f32[S, 2I]") {
+    Experts t;
+    int status = prepare(call, &t, *(const int32_t *)call->params[4], 0);
+    if (status) return status;
+    t.y = call->params[5], t.made = call->params[6];
+    memset(t.made + 2 * t.used * t.inner, 0, 2 * (t.rows - t.used) * t.inner * sizeof(float));
+    return run(call, forward, &t, t.y);
+}
+
+KERNEL(expert_mlp_grad,
+       "x f32[S, H], counts i32[E], gate_up f32|bf16[E, H, 2I], down f32|bf16[E, I, H], parts i32[1], both f32[S, 2I], "
+       "dy f32[S, H] -> dx f32[S, H], dgate_up f32[E, H, 2I], ddown f32[E, I, H]") {
+    Experts t;
+    int status = prepare(call, &t, *(const int32_t *)call->params[4], 1);
+    if (status) return status;
+    t.both = call->params[5], t.dy = call->params[6], t.dx = call->params[7];
+    t.dgate_up = call->params[8], t.ddown = call->params[9];
+    return run(call, backward, &t, t.dx);
+}
