@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
-from ranks_as_threads import ThreadBackend, run
+from ranks_as_threads import ThreadBackend, World, run
 from safetensors import safe_open
 
 from mindgrpo.backend.connect import connect
@@ -40,11 +40,14 @@ from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.run import model_export
 from mindgrpo.run.model_export import ALONE, export_policy
 from mindgrpo.weight_sync import stream
+from mindgrpo.weights.expert_files import ExpertNames
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import SafetensorsDirectory, SafetensorsWriter
-from mindgrpo.weights.pretrained import fill_random
+from mindgrpo.weights.pretrained import fill_random, open_weights
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
+
+WITH_EXPERTS = ("qwen3_moe", "mixtral")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ def rounded_to_bfloat16(array: np.ndarray) -> np.ndarray:
     return np.where((above < below) | ((above == below) & odd), high, low)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_an_exported_policy_is_its_source_bit_for_bit(
     backend: Backend, family: str, tmp_path: Path
 ) -> None:
@@ -94,7 +97,9 @@ def test_an_exported_policy_is_its_source_bit_for_bit(
     assert_same_bits(tensors(tmp_path / "hf"), tensors(golden.directory))
     assert dtypes(tmp_path / "hf") == {"F32"}
     # The weights are still there after what was gathered has been given up.
-    assert_same_bits(dict(weights.arrays.hf_views), tensors(golden.directory))
+    files = open_weights(golden.directory)
+    before = {name: files.read(name) for name in files.names}
+    assert_same_bits(dict(weights.arrays.hf_views), before)
 
 
 def test_an_export_has_the_sources_configuration_in_the_dtype_written(
@@ -194,21 +199,53 @@ def test_an_export_takes_the_memory_that_the_plan_says(
 
 
 MANY = WIDE | {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96}
+# 24 KB an expert's matrix in float32: some fit in a group, and files and groups begin in the middle of a parameter.
+WITH_MANY_EXPERTS = MANY | {
+    "model_type": "mixtral",
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
 
 
-def exported_by_ranks(ranks: ThreadBackend, target: Path, mesh: tuple[int, int, int]) -> None:
-    config = decoder_config(MANY, "here")
-    layout = Layout.of(Mesh(*mesh), parameter_specs(config))
+FIRST_EXPERT = {
+    "mixtral": "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+    "fused": "model.layers.0.mlp.experts.gate_up_proj",
+}
+
+
+def random_policy(directory: Path) -> dict[str, np.ndarray]:
+    """What one rank has of the model that ranks export."""
+    layout = Layout.of(Mesh(1, 1), parameter_specs(read_config(directory)))
+    policy = Weights(layout, 0, ThreadBackend(World(1), 0))
+    fill_random(policy, seed=1)
+    return dict(policy.arrays.hf_views)
+
+
+def exported_by_ranks(ranks: ThreadBackend, target: Path, mesh: Mesh) -> None:
+    config = read_config(target.parent)
+    layout = Layout.of(mesh, parameter_specs(config))
     policy = Weights(layout, ranks.rank, ranks, shared=True)
     fill_random(policy, seed=1)
     export_policy(policy, ranks, str(target.parent), target, Residency())
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 1, 2), (1, 2, 2)])
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [
+        (Mesh(1, 1, 1), None),
+        (Mesh(2, 1, 2), None),
+        (Mesh(1, 2, 2), None),
+        (Mesh(4, 1, ep=2, emp=2), "mixtral"),
+        (Mesh(2, 1, 2, ep=2), "fused"),
+    ],
+)
 def test_ranks_share_the_files_out_and_write_what_one_would(
-    tmp_path: Path, mesh: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mesh: Mesh, kind: ExpertNames | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MANY))
+    (tmp_path / "config.json").write_text(json.dumps(WITH_MANY_EXPERTS if kind else MANY))
+    if kind is not None:
+        monkeypatch.setattr(model_export, "experts_of", lambda _: kind)
     monkeypatch.setattr(model_export, "MAX_SHARD_BYTES", 150_000)
     monkeypatch.setattr(stream, "GROUP_BYTES", 40_000)
     add = SafetensorsWriter.add
@@ -219,10 +256,10 @@ def test_ranks_share_the_files_out_and_write_what_one_would(
         add(writer, name, array)
 
     monkeypatch.setattr(SafetensorsWriter, "add", counted)
-    run(1, exported_by_ranks, tmp_path / "one", (1, 1, 1))
+    run(1, exported_by_ranks, tmp_path / "one", Mesh(1, 1))
     (alone,) = by_thread.values()
     by_thread.clear()
-    num_ranks = int(np.prod(mesh))
+    num_ranks = mesh.size
     run(num_ranks, exported_by_ranks, tmp_path / "many", mesh)
     contents = [
         {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
@@ -231,6 +268,10 @@ def test_ranks_share_the_files_out_and_write_what_one_would(
     assert contents[0] == contents[1] and len(alone) > 5
     assert len(by_thread) == num_ranks and sum(map(len, by_thread.values())) == len(alone)
     assert max(map(len, by_thread.values())) - min(map(len, by_thread.values())) <= 1
+    if kind is not None:
+        files, policy = open_weights(tmp_path / "many"), random_policy(tmp_path)
+        assert {*tensors(tmp_path / "many")} > {FIRST_EXPERT[kind]}
+        assert_same_bits({name: files.read(name) for name in files.names}, policy)
 
 
 def test_an_error_of_one_rank_is_raised_on_all_and_leaves_no_file(
@@ -249,7 +290,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_leaves_no_file(
 
     def attempt(ranks: ThreadBackend) -> str:
         with pytest.raises(CannotWrite) as refused:
-            exported_by_ranks(ranks, tmp_path / "hf", (1, 1, 2))
+            exported_by_ranks(ranks, tmp_path / "hf", Mesh(1, 1, 2))
         return str(refused.value)
 
     assert run(2, attempt) == ["lm_head.weight cannot be written"] * 2
@@ -275,8 +316,9 @@ def test_the_export_command_rounds_to_bfloat16_and_the_round_trip_changes_nothin
     assert num_parameters(read_config(back)) == num_parameters(read_config(source))
 
 
-def test_shards_of_the_asked_size_hold_the_same_tensors(tmp_path: Path) -> None:
-    source, target = FOLDER / "qwen2", tmp_path / "shards"
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_shards_of_the_asked_size_hold_the_same_tensors(tmp_path: Path, family: str) -> None:
+    source, target = FOLDER / family, tmp_path / "shards"
     words = ["--from", str(source), "--output", str(target), "--max_shard_bytes", "16000"]
     assert main(["export", *words]) == 0
     assert len(list(target.glob("model-*.safetensors"))) > 2

@@ -173,7 +173,7 @@ def test_a_pool_that_is_not_there_is_an_error_of_the_system() -> None:
 
 
 def pairs(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Neighbouring column blocks, transposed blocks, whole rows, vectors, a single number and nothing."""
+    """Neighbouring column blocks, transposed blocks, whole rows, experts, vectors, a single number and nothing."""
     made = []
     for _ in range(40):
         rows, left, right = (int(n) for n in rng.integers(1, 90, 3))
@@ -183,6 +183,8 @@ def pairs(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
         made += [(target[:, left:], source[:, left : left + right])]
         turned = np.zeros((rows, right), np.float32)
         made.append((turned.T, source[:, left : left + right].T))
+    turned_experts = rng.random((7, 8, 5), dtype=np.float32)[2:5, 1:5].swapaxes(1, 2)
+    made.append((np.zeros((3, 8, 5), np.float32)[:, 2:6].swapaxes(1, 2), turned_experts))
     vector = np.zeros(1000, np.float32)
     made.append((vector[3:], rng.random(997, dtype=np.float32)))
     made.append((np.zeros((1, 1), np.float32), np.ones((1, 1), np.float32)))

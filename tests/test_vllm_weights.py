@@ -93,7 +93,7 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, 
     fill_random(source, seed=3)
     owners = owners_layout(layout(config, meshes[1]))
     sink = Kept(owners, backend)
-    stream = TensorStream(source, None, owners, backend, sink)
+    stream = TensorStream(source, None, groups_of(owners), backend, sink)
     assert not stream.has_sums
     traffic = stream.run(keeps_sums=True)
     policy, _ = total_sums(source.layout, backend.world.gather_objects(host_sums(source)), MODULUS)
@@ -180,7 +180,8 @@ def test_adapters_arrive_added_in() -> None:
         if "lora_B" in name:
             part[...] = rng.normal(0, 0.1, part.shape)
     sink = Kept(owners_layout(alone), backend)
-    TensorStream(source, Adapters(low_rank, LORA), owners_layout(alone), backend, sink).run()
+    groups = groups_of(owners_layout(alone))
+    TensorStream(source, Adapters(low_rank, LORA), groups, backend, sink).run()
     views, factors, changed = source.arrays.hf_views, low_rank.arrays.hf_views, 0
     for name, values in sink.tensors.items():
         expected = views[name].astype(np.float64)
@@ -248,7 +249,7 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dty
             seen[entry["name"]] = values.T if entry["transposed"] else values
 
     sink = WeightBucket(owners, backend, dtype, read)
-    TensorStream(source, None, owners, backend, sink).run()
+    TensorStream(source, None, groups_of(owners), backend, sink).run()
     exact = 0.0 if dtype in ("float32", own) else 2.0**-8 if dtype == "bfloat16" else 2.0**-11
     for name, values in source.arrays.hf_views.items():
         values = values.astype(np.float32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -113,14 +114,13 @@ class SparePages:
 class Copies:
     """Copies between float32 arrays that are made again and again: pairs (target, source) of equal shapes.
 
-    The arrays have to outlive this. Raises ValueError for arrays of more than two dims, and for copies between
-    different orders of elements in memory.
+    The arrays have to outlive this. Raises ValueError for copies between different orders of elements in memory.
     """
 
     def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         self._pairs = list(pairs)
         self._library = library()
-        jobs = [_job(target, source) for target, source in self._pairs if target.size]
+        jobs = [job for pair in self._pairs if pair[0].size for job in _jobs(*pair)]
         self._table = np.array(_joined(jobs), np.int64).reshape(-1, 6)
 
     def run(self) -> None:
@@ -139,10 +139,17 @@ class Copies:
 _Job = tuple[int, int, int, int, int, int]
 
 
-def _job(target: np.ndarray, source: np.ndarray) -> _Job:
-    """Returns (target, source, runs, bytes a run, bytes between runs of the target, of the source)."""
+def _jobs(target: np.ndarray, source: np.ndarray) -> Iterator[_Job]:
+    """Yields a job for each matrix [..., rows, columns]."""
     if target.shape != source.shape:
         raise ValueError(f"an array of shape {source.shape} does not fit {target.shape}")
+    for outer in np.ndindex(target.shape[:-2]):
+        matrix: Any = (*outer, ...)
+        yield _job(target[matrix], source[matrix])
+
+
+def _job(target: np.ndarray, source: np.ndarray) -> _Job:
+    """Returns (target, source, runs, bytes a run, bytes between runs of the target, of the source)."""
     for first, second in ((target, source), (target.T, source.T)):
         pair = [array.reshape(1, -1) if array.ndim < 2 else array for array in (first, second)]
         if all(_has_runs(array) for array in pair):

@@ -23,7 +23,8 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora import adapter_names
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.run.model_export import write_companions
+from mindgrpo.run.model_export import experts_of, write_companions
+from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import (
     MAX_SHARD_BYTES,
@@ -139,11 +140,14 @@ def convert(
         )
     for name in files.names:
         files.check_dtype(name)
-    written = {to_mindformers(name) if is_mindformers else name: name for name in files.names}
-    shapes = {name: files.shape(source_name) for name, source_name in written.items()}
+    shapes = {name: files.shape(name) for name in files.names}
+    tensors = file_tensors(shapes, experts_of(beside))
+    written = {to_mindformers(t.name) if is_mindformers else t.name: t for t in tensors}
+    shapes = {name: tensor.shape for name, tensor in written.items()}
     with SafetensorsWriter(target, shapes, max_shard_bytes, dtype) as writer:
-        for name, source_name in written.items():
-            writer.add(name, files.read(source_name))
+        for name, tensor in written.items():
+            for rows in tensor.in_rows(1):
+                writer.add(name, rows.made_of(files.read))
     if is_mindformers:  # its index, beside Hugging Face's
         (target / NAME_MAP_FILE).write_text(json.dumps(writer.weight_map, indent=2) + "\n")
     write_companions(beside, target, dtype)

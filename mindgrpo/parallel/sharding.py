@@ -54,6 +54,7 @@ class ParameterSpec:
     `summed_over`: axes of which each rank sees a part of the gradient only, so that it is summed over those of their
     ranks that hold the same.
     `position` is the parameter's pipeline home: a layer index, or an end of the pipeline, or both.
+    `window`: ranks have nothing outside of it; None where they have the whole parameter.
     `transposed`: ranks keep the last two dims swapped, [..., in, out]. `fused_key` names the tensor that keeps
     parameters side by side, concatenated along its last dim; empty for one that is alone.
     """
@@ -64,6 +65,7 @@ class ParameterSpec:
     position: Position = field(kw_only=True)
     decay: bool = field(kw_only=True)
     summed_over: frozenset[str] = field(default=DENSE_DATA, kw_only=True)
+    window: Box | None = field(default=None, kw_only=True)
     transposed: bool = field(default=False, kw_only=True)
     fused_key: str = field(default="", kw_only=True)
 
@@ -195,6 +197,8 @@ def layers_of_stage(
 def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
     """Returns the part of ranks at `index`, by axis: shares are rounded up, so the last may be short or empty."""
     start, stop = [0] * len(spec.shape), list(spec.shape)
+    if spec.window is not None:
+        start, stop = list(spec.window.start), list(spec.window.stop)
     for split in spec.splits:
         size, dim, at = mesh.size_of(split.axes), split.dim, 0
         for axis in split.axes:
@@ -236,7 +240,7 @@ def local_shape(spec: ParameterSpec, mesh: Mesh) -> tuple[int, ...]:
 
 
 # Parameters of one rule are held alike, whatever their names.
-Rule = tuple[tuple[int, ...], tuple[Split, ...], tuple[int, ...]]
+Rule = tuple[tuple[int, ...], tuple[Split, ...], tuple[int, ...], Box | None]
 
 
 @dataclass(frozen=True)
@@ -334,7 +338,7 @@ class Layout:
 
     @cached_property
     def _rules(self) -> dict[str, Rule]:
-        return {s.name: (s.shape, s.splits, self.stages_of(s.name)) for s in self.specs}
+        return {s.name: (s.shape, s.splits, self.stages_of(s.name), s.window) for s in self.specs}
 
     @cached_property
     def _known(self) -> dict[Rule, dict[Box, Ranks]]:

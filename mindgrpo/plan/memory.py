@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
@@ -30,6 +31,7 @@ from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import in_model_order, spread
 from mindgrpo.weights.checksum import sum_bytes
+from mindgrpo.weights.expert_files import file_tensors, names_of_experts
 from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
 
 
@@ -313,17 +315,24 @@ class HostPlan:
         """Returns what a rank that writes files holds: a group of tensors as they are kept, and a block of one."""
         plan, lora = self._plan, self._plan.lora
         dtype: Dtype = plan.export_dtype if lora is None else compute_dtype(plan.config)
-        shards = plan_shards(in_model_order(plan.train), MAX_SHARD_BYTES, plan.export_dtype)
+        names = names_of_experts((), plan.model.model_type)
+        tensors = {t.name: t for t in file_tensors(in_model_order(plan.train), names)}
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        shards = plan_shards(shapes, MAX_SHARD_BYTES, plan.export_dtype)
+        files = [[tensors[name] for name in own] for own in shards]
         ranks = min(len(shards), plan.world_size)
-        layout = spread(plan.train, shards, ranks, plan.world_size, dtype)
+        shared = spread(plan.train, files, ranks, plan.world_size, dtype)
+        groups = chain.from_iterable(shared.rows)
+        largest = max(sum(math.prod(rows.shape) for rows in group) for group in groups)
         copied = [
-            FLOAT_BYTES * math.prod(spec.shape)
-            for spec in plan.train.specs
-            if dtype != plan.export_dtype or spec.transposed
+            FLOAT_BYTES * math.prod(tensor.shape)
+            for tensor in tensors.values()
+            for name, _ in tensor.boxes
+            if dtype != plan.export_dtype or plan.train.by_name[name].transposed
         ]
         # Blocks are sized in float32.
         block = min(BLOCK_BYTES, max(copied)) * ITEM_BYTES[plan.export_dtype] // FLOAT_BYTES
-        export = _largest_group(layout) * ITEM_BYTES[dtype] + block
+        export = largest * ITEM_BYTES[dtype] + block
         if lora is not None:
             # All adapters, where one rank writes.
             sizes = (math.prod(spec.shape) for spec in adapter_specs(plan.train.specs, lora))

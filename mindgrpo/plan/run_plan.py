@@ -361,6 +361,11 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     if config.rl_config.beta > 0:
         reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
     check_positions(config, model)
+    if generate.uses_vllm and model.moe is not None:
+        raise UserError(
+            f"generate_config.use_vllm is {generate.use_vllm}, but models with experts ({model.model_type}) are not "
+            "handed to vLLM; set it to 0 for the embedded generator."
+        )
     # These refuse what the run cannot have.
     plain_kernels(config)
     is_batch_invariant(config, model)

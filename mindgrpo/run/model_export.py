@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,11 +28,19 @@ from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora import LoraSettings
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Box
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.stream import TensorStream, bucket_size, in_model_order, spread
+from mindgrpo.weights.expert_files import (
+    ExpertNames,
+    FileRows,
+    file_tensors,
+    names_of_experts,
+)
 from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.model_files import MAX_SHARD_BYTES, SafetensorsWriter, plan_shards
+from mindgrpo.weights.pretrained import open_tensors
 
 if TYPE_CHECKING:
     from mindgrpo.grpo.roles import Roles
@@ -102,7 +110,9 @@ def export_policy(
     A rank has one group of tensors in memory at a time (HostPlan counts it). Names and contents of the files depend on
     the model and `dtype` alone. `source` is the directory that the run started from.
     """
-    shapes = in_model_order(weights.layout)
+    names = experts_of(Path(source))
+    tensors = {t.name: t for t in file_tensors(in_model_order(weights.layout), names)}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shards = plan_shards(shapes, MAX_SHARD_BYTES, dtype)
 
     def prepare() -> None:
@@ -114,33 +124,39 @@ def export_policy(
     if ranks > 1:
         target, seen = ranks_that_see(target, backend)
         ranks = ranks if all(seen) else 1
-    layout = spread(weights.layout, shards, ranks, backend.world_size, weights.dtype)
-    pool = backend.host_pool(bucket_size(layout, backend.rank, weights.dtype), dtype=weights.dtype)
-    files = _Files(pool, SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, dtype, joins=True))
+    files = [[tensors[name] for name in own] for own in shards]
+    shared = spread(weights.layout, files, ranks, backend.world_size, weights.dtype)
+    size = bucket_size(shared.groups, backend.rank, weights.dtype)
+    pool = backend.host_pool(size, dtype=weights.dtype)
+    writer = SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, dtype, joins=True)
+    sink = _Files(pool, writer, shared.of(backend.rank))
 
     def finish() -> None:
         with writing(target):
-            files.writer.close()
+            writer.close()
             write_companions(Path(source), target, dtype)
 
     try:
-        stream = TensorStream(weights, adapters, layout, backend, files)
+        stream = TensorStream(weights, adapters, shared.groups, backend, sink)
         with memory.temporary_host("export_copy", stream.host_copies):
             stream.run()
-        for error in backend.world.gather_objects(files.error):
+        for error in backend.world.gather_objects(sink.error):
             if error is not None:
                 raise error
         on_first_rank(backend, finish)
     except BaseException:
-        files.writer.discard()
+        writer.discard()
         raise
 
 
 class _Files:
-    """Writes each group of tensors to this rank's share of the files, as a TensorSink."""
+    """Writes each group of tensors to this rank's share of the files, as a TensorSink: `rows` of them, in turn."""
 
-    def __init__(self, pool: Pool, writer: SafetensorsWriter) -> None:
+    def __init__(
+        self, pool: Pool, writer: SafetensorsWriter, rows: Iterable[Sequence[FileRows]]
+    ) -> None:
         self.pool, self.writer = pool, writer
+        self._rows = iter(rows)
         self.error: UserError | None = None
 
     @property
@@ -151,11 +167,24 @@ class _Files:
         """Keeps what cannot be written in `error`: the other ranks are in the middle of the transfer."""
         if self.error is not None:
             return
+
+        def values(name: str, box: Box) -> np.ndarray:
+            own: np.ndarray = tensors.hf_views[name][box.within(tensors.boxes[name]).slices]
+            return own
+
         try:
-            for name, values in tensors.hf_views.items():
-                self.writer.add(name, values)
+            for rows in next(self._rows):
+                self.writer.add(rows.tensor.name, rows.made_of(values))
         except UserError as error:
             self.error = error
+
+
+def experts_of(directory: Path) -> ExpertNames:
+    """Tells how a model directory's files have experts; without any, how those of its family do."""
+    model = read_config(directory)
+    has_files = model.moe is not None and any(directory.glob("*.safetensors*"))
+    names = open_tensors(directory).names if has_files else ()
+    return names_of_experts(names, model.model_type)
 
 
 def export_adapters(

@@ -1,15 +1,15 @@
 """Gives the policy's weights to receivers that take named tensors, a group at a time through one bucket.
 
 A group is a decoder layer, what comes before the layers, or what comes after them; for receivers that `spread` lays
-out, tensors of one file of at most GROUP_BYTES. The ranks of a receiver's layout have its tensors complete; all ranks
-take part.
+out, tensors of one file of at most GROUP_BYTES, and of a layer's experts as many as these hold. The ranks of a
+receiver's layout have what they get of a tensor complete; all ranks take part.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -18,12 +18,13 @@ from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.models.lora import adapter_names, merge
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, ParameterSpec
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
 from mindgrpo.weight_sync.execute import Resharder, Traffic
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weights.checksum import PartSums, box_sum
+from mindgrpo.weights.expert_files import FileRows, FileTensor
 from mindgrpo.weights.local_weights import HostTensors, Weights, aligned_size
-from mindgrpo.weights.model_files import plan_shards
+from mindgrpo.weights.model_files import tensor_bytes
 
 # Of tensors that a rank gathers at once to write them to files.
 GROUP_BYTES = 128 << 20
@@ -64,44 +65,87 @@ def groups_of(layout: Layout) -> list[Layout]:
     return [replace(layout, specs=tuple(groups[number])) for number in sorted(groups)]
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A model's files, shared out to ranks: the layout of each group, and `rows[rank][i]` of the rank's i-th group."""
+
+    groups: list[Layout]
+    rows: list[list[list[FileRows]]]
+
+    def of(self, rank: int) -> list[list[FileRows]]:
+        """Returns the rows of each group that a rank of the world has a part of."""
+        mesh = self.groups[0].mesh
+        return self.rows[mesh.index(rank, "pp")] if mesh.holds(rank) else []
+
+
 def spread(
     layout: Layout,
-    files: Sequence[Sequence[str]],
+    files: Sequence[Sequence[FileTensor]],
     num_ranks: int,
     world_size: int,
     dtype: Dtype,
-) -> Layout:
-    """Lays the parameters of `files` out on `num_ranks` ranks of the world, each parameter complete on one rank.
+) -> Spread:
+    """Shares the tensors of `files` out to `num_ranks` ranks of the world, each complete on one rank.
 
-    A rank has those of files that follow each other. Each group of at most GROUP_BYTES, or of one larger tensor, has
-    the place of a layer, and each rank that of a pipeline stage.
+    A rank has those of files that follow each other, in groups of at most GROUP_BYTES, or of one larger tensor or
+    expert.
     """
-    groups: list[list[str]] = []
-    stages = []
+    rows = []
     for rank in range(num_ranks):
-        first = len(groups)
-        share = (len(files) * rank // num_ranks, len(files) * (rank + 1) // num_ranks)
-        for names in files[slice(*share)]:
-            shapes = {name: layout.by_name[name].shape for name in names}
-            groups += plan_shards(shapes, GROUP_BYTES, dtype)
-        stages.append((range(first, len(groups)),))
-    specs = [
-        replace(layout.by_name[name], position=number)
-        for number, names in enumerate(groups)
-        for name in names
-    ]
+        share = slice(len(files) * rank // num_ranks, len(files) * (rank + 1) // num_ranks)
+        rows.append([group for tensors in files[share] for group in _in_groups(tensors, dtype)])
     mesh = Mesh(1, 1, num_ranks, spacing=world_size // num_ranks)
-    return Layout(mesh, tuple(specs), tuple(stages))
+    stages = tuple((range(rank, rank + 1),) for rank in range(num_ranks))
+    groups: list[dict[str, ParameterSpec]] = []
+    for rank, own in enumerate(rows):
+        number = 0
+        for group in own:
+            windows = _windows(group)
+            # No group has two parts of a parameter, which neighbouring ranks may have.
+            while number < len(groups) and windows.keys() & groups[number].keys():
+                number += 1
+            groups += [{}] * (number == len(groups))
+            groups[number] = groups[number] | {
+                name: replace(layout.by_name[name], position=rank, window=window)
+                for name, window in windows.items()
+            }
+            number += 1
+    return Spread([Layout(mesh, tuple(own.values()), stages) for own in groups], rows)
 
 
-def bucket_size(layout: Layout, rank: int, dtype: Dtype) -> int:
-    """Returns the elements of a pool with room for any one group of `layout` on `rank`."""
-    groups = [group.held_by(rank).values() for group in groups_of(layout)]
-    return max(sum(aligned_size(box, ITEM_BYTES[dtype]) for box in boxes) for boxes in groups)
+def _in_groups(tensors: Sequence[FileTensor], dtype: Dtype) -> Iterator[list[FileRows]]:
+    group: list[FileRows] = []
+    filled = 0
+    for tensor in tensors:
+        an_expert = tensor_bytes(tensor.shape[1:], dtype)
+        for rows in tensor.in_rows(max(1, GROUP_BYTES // an_expert)):
+            size = tensor_bytes(rows.shape, dtype)
+            if group and filled + size > GROUP_BYTES:
+                yield group
+                group, filled = [], 0
+            group.append(rows)
+            filled += size
+    if group:
+        yield group
+
+
+def _windows(group: Sequence[FileRows]) -> dict[str, Box]:
+    """Returns the box of each parameter that the rows are made of."""
+    windows: dict[str, Box] = {}
+    for name, box in chain.from_iterable(rows.boxes for rows in group):
+        first = windows.setdefault(name, box)
+        windows[name] = Box(first.start, box.stop)
+    return windows
+
+
+def bucket_size(groups: Sequence[Layout], rank: int, dtype: Dtype) -> int:
+    """Returns the elements of a pool with room for any one of `groups` on `rank`."""
+    boxes = [group.held_by(rank).values() for group in groups]
+    return max(sum(aligned_size(box, ITEM_BYTES[dtype]) for box in own) for own in boxes)
 
 
 class TensorStream:
-    """Transfers `source` with its adapters to `sink`, on the ranks of `layout`, which splits no tensor."""
+    """Transfers `source` with its adapters to `sink`, a group after the other; their layouts split no tensor."""
 
     copies: Sequence[Pool] = ()
 
@@ -109,14 +153,14 @@ class TensorStream:
         self,
         source: Weights,
         adapters: Adapters | None,
-        layout: Layout,
+        groups: Sequence[Layout],
         backend: Backend,
         sink: TensorSink,
     ) -> None:
-        self.layout, self._adapters, self._sink = layout, adapters, sink
+        self._adapters, self._sink = adapters, sink
         self._sums: dict[str, int] | None = None
         self._groups: list[tuple[HostTensors, Resharder]] = []
-        for group in groups_of(layout):
+        for group in groups:
             tensors = HostTensors(group, backend.rank, sink.pool)
             specs = [source.layout.by_name[spec.name] for spec in group.specs]
             held = replace(source.layout, specs=tuple(specs))
@@ -126,14 +170,24 @@ class TensorStream:
         if adapters is not None:
             own = adapters.weights
             positions = {
-                name: spec.position for spec in layout.specs for name in adapter_names(spec.name)
+                name: spec.position
+                for group in groups
+                for spec in group.specs
+                for name in adapter_names(spec.name)
             }
             specs = [replace(s, position=positions[s.name]) for s in own.layout.specs]
-            whole = replace(layout, specs=tuple(specs))
+            whole = replace(groups[0], specs=tuple(specs))
             self._copy = Weights(whole, backend.rank, backend, "adapters_copy", on_host_only=True)
             self.host_copies.append(self._copy.pool)
             self._kernels = backend.kernels
             self._low_rank = Resharder(plan_reshard(own.layout, whole), own, self._copy, backend)
+
+    @property
+    def layout(self) -> Layout:
+        """Returns the receiver's. Raises ValueError where several groups have parts of one parameter."""
+        groups = [tensors.layout for tensors, _ in self._groups]
+        specs = tuple(spec for group in groups for spec in group.specs)
+        return replace(groups[0], specs=specs)
 
     @property
     def has_sums(self) -> bool:

@@ -7,17 +7,18 @@ as the files of the model that a run began with have it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.model_files import ModelTensor, TensorSlice
+from mindgrpo.weights.model_files import ModelTensor, TensorSlice, whole_box
 
 # As most models' files have experts, as Mixtral's have them, and as transformers 5 keeps them in memory.
 ExpertNames = Literal["per_expert", "mixtral", "fused"]
@@ -79,7 +80,7 @@ def _renamed(name: str, own: Sequence[TensorSlice]) -> dict[str, Sequence[Tensor
     if match[2] != FUSED_INWARD:
         return {f"{name}.weight": own}
     number, both, hidden = tensor.shape
-    half, box = both // 2, Box((0, 0, 0), (number, both // 2, hidden))
+    half, box = both // 2, whole_box((number, both // 2, hidden))
     return {
         f"{match[1]}.{projection}.weight": [(box, _rows_of(tensor, slice(start, start + half)))]
         for projection, start in (("gate_proj", 0), ("up_proj", both - half))
@@ -116,32 +117,71 @@ def _check_complete(name: str, by_index: Mapping[int, TensorSlice], directory: P
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file: boxes of parameters one under the other, concatenated along its dim before the last.
-
-    It is written a range of rows, along its first dim, after the other: of `has_experts`, experts; else all rows.
-    """
+    """A tensor of a file: boxes of parameters, of equal first dims, concatenated along the dim before the last."""
 
     name: str
     shape: tuple[int, ...]
     boxes: tuple[tuple[str, Box], ...]
 
     @property
-    def has_experts(self) -> bool:
-        return len(self.shape) > 2
+    def rows(self) -> FileRows:
+        return FileRows(self, 0, self.shape[0] if self.shape else 1)
+
+    def in_rows(self, most: int) -> Iterator[FileRows]:
+        """Yields ranges of at most `most` experts of a tensor of several, and one range of any other tensor."""
+        if len(self.shape) < 3:
+            yield self.rows
+            return
+        for first in range(0, self.shape[0], most):
+            yield FileRows(self, first, min(first + most, self.shape[0]))
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """Rows `first` to `last` of a tensor, along its first dim."""
+
+    tensor: FileTensor
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self.tensor.shape
+        return (self.last - self.first, *shape[1:]) if shape else ()
+
+    @property
+    def boxes(self) -> tuple[tuple[str, Box], ...]:
+        """Returns the boxes of parameters that they are made of."""
+        if len(self.tensor.shape) < 3:
+            return self.tensor.boxes
+        return tuple(
+            (name, Box((self.first, *box.start[1:]), (self.last, *box.stop[1:])))
+            for name, box in self.tensor.boxes
+        )
+
+    def made_of(self, values: Callable[[str, Box], NDArray[Any]]) -> NDArray[Any]:
+        """Returns them, of the `values` of boxes; a view of these where there is one box."""
+        made = [values(name, box) for name, box in self.boxes]
+        whole = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
+        return whole.reshape(self.shape) if whole.ndim == len(self.shape) else whole[0]
 
 
 def file_tensors(shapes: Mapping[str, Sequence[int]], names: ExpertNames) -> list[FileTensor]:
-    """Returns the tensors of files for parameters of `shapes`, in their order; a layer's experts one by one."""
+    """Returns the tensors of files for parameters of `shapes`, in their order, a layer's experts one by one.
+
+    Raises UserError where some of a layer's experts are missing.
+    """
     tensors: list[FileTensor] = []
+    layers = set()
     for name, shape in shapes.items():
-        whole = Box((0,) * len(shape), tuple(shape))
         match = _PARAMETER.fullmatch(name) if len(shape) > 2 else None
         if match is None:
             own = name
             if names == "mixtral" and (router := _ROUTER.fullmatch(name)):
                 own = f"{router[1]}.{MIXTRAL_MODULE}.gate.weight"
-            tensors.append(FileTensor(own, tuple(shape), ((name, whole),)))
-        elif match[2] == PROJECTIONS[0]:
+            tensors.append(FileTensor(own, tuple(shape), ((name, whole_box(shape)),)))
+        elif match[1] not in layers:
+            layers.add(match[1])
             tensors += _of_experts(match[1], shapes, names)
     return tensors
 
@@ -149,21 +189,27 @@ def file_tensors(shapes: Mapping[str, Sequence[int]], names: ExpertNames) -> lis
 def _of_experts(
     layer: str, shapes: Mapping[str, Sequence[int]], names: ExpertNames
 ) -> Iterator[FileTensor]:
-    gate, up, down = (f"{layer}.mlp.experts.{projection}.weight" for projection in PROJECTIONS)
+    module = f"{layer}.mlp.experts"
+    parameters = {projection: f"{module}.{projection}.weight" for projection in PROJECTIONS}
+    gate, up, down = parameters.values()
+    if missing := [name for name in parameters.values() if name not in shapes]:
+        raise UserError(
+            f"The model lacks {missing[0]} but has others of its experts; restore its files."
+        )
     if names == "fused":
         number, inner, hidden = shapes[gate]
-        half = Box((0, 0, 0), (number, inner, hidden))
-        inward, outward = f"{layer}.mlp.experts.{FUSED_INWARD}", tuple(shapes[down])
-        yield FileTensor(inward, (number, 2 * inner, hidden), ((gate, half), (up, half)))
-        yield FileTensor(down.removesuffix(".weight"), outward, ((down, Box((0, 0, 0), outward)),))
+        half, both = whole_box(shapes[gate]), (number, 2 * inner, hidden)
+        yield FileTensor(f"{module}.{FUSED_INWARD}", both, ((gate, half), (up, half)))
+        outward = ((down, whole_box(shapes[down])),)
+        yield FileTensor(down.removesuffix(".weight"), tuple(shapes[down]), outward)
         return
-    module, words = f"{layer}.mlp.experts", dict(zip((gate, up, down), PROJECTIONS, strict=True))
+    words = {projection: projection for projection in PROJECTIONS}
     if names == "mixtral":
         module = f"{layer}.{MIXTRAL_MODULE}.experts"
-        ours = {projection: word for word, projection in MIXTRAL_PROJECTIONS.items()}
-        words = {name: ours[projection] for name, projection in words.items()}
+        words = {projection: word for word, projection in MIXTRAL_PROJECTIONS.items()}
     for index in range(shapes[gate][0]):
-        for name, word in words.items():
+        for projection, name in parameters.items():
             _, *matrix = shapes[name]
             box = Box((index, 0, 0), (index + 1, *matrix))
-            yield FileTensor(f"{module}.{index}.{word}.weight", tuple(matrix), ((name, box),))
+            tensor_name = f"{module}.{index}.{words[projection]}.weight"
+            yield FileTensor(tensor_name, tuple(matrix), ((name, box),))

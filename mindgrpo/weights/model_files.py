@@ -99,7 +99,7 @@ class ModelFiles:
     ) -> None:
         self.path = path
         self.slices: dict[str, Sequence[TensorSlice]] = {
-            name: [(_whole(one.shape), one)] if isinstance(one, ModelTensor) else one
+            name: [(whole_box(one.shape), one)] if isinstance(one, ModelTensor) else one
             for name, one in tensors.items()
         }
 
@@ -133,7 +133,7 @@ class ModelFiles:
         """
         self.check_dtype(name)
         shape = self.shape(name)
-        box = _whole(shape) if box is None else box
+        box = whole_box(shape) if box is None else box
         if len(box.stop) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
             raise UserError(
                 f"{name} in {self._slices_of(name)[0][1].file} has the shape {list(shape)}, which does not reach to "
@@ -166,7 +166,8 @@ def _slice(array: NDArray[Any], box: Box) -> NDArray[Any]:
     return view
 
 
-def _whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
+    """Returns the box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
@@ -295,7 +296,7 @@ def plan_shards(
 
 
 class SafetensorsWriter:
-    """Writes a model's tensors into shards and their index, each tensor as it is added.
+    """Writes a model's tensors into shards and their index, each tensor as it is added, whole or in ranges of rows.
 
     The tensors of a shard are added in the order of `shapes`. Several ranks may write shards of one directory; the
     first of them calls `close`, which gives the files their final names, the index last. Leaving a `with` block by an
@@ -326,6 +327,8 @@ class SafetensorsWriter:
         self._shard_of = {name: i for i, names in enumerate(self._shards) for name in names}
         # Of each shard that was begun: its file and the tensors that it lacks.
         self._open: dict[int, tuple[IO[bytes], list[str]]] = {}
+        # Of tensors that are not complete.
+        self._rows_written: dict[str, int] = {}
         if joins:
             return
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -337,8 +340,18 @@ class SafetensorsWriter:
             )
 
     def add(self, name: str, array: NDArray[Any]) -> None:
-        """Writes a tensor of float32 or a narrower dtype, [out, in] in any order of elements. Raises UserError."""
-        if array.shape != self._shapes[name] or array.itemsize > 4:  # bfloat16 has no name in numpy
+        """Writes a tensor, or its next rows along the first dim, of float32 or a narrower dtype. Raises UserError.
+
+        `array` is [out, in] in any order of elements.
+        """
+        shape, rows = self._shapes[name], self._rows_written.get(name, 0)
+        rows += len(array) if array.ndim else 0
+        fits = (
+            array.shape[1:] == shape[1:]
+            and array.ndim == len(shape)
+            and rows <= max(shape[:1], default=0)
+        )
+        if not fits or array.itemsize > 4:  # bfloat16 has no name in numpy
             raise TypeError(f"{name} is {array.dtype} {list(array.shape)}, but float32 is written")
         shard = self._shard_of[name]
         path = self._partial(shard)
@@ -356,6 +369,10 @@ class SafetensorsWriter:
             for start in range(0, len(values), at_once):
                 part = values[start : start + at_once]
                 stream.write(_as_stored(part, self._dtype, name).data)
+            if array.ndim and rows < shape[0]:
+                self._rows_written[name] = rows
+                return
+            self._rows_written.pop(name, None)
             lacking.pop()
             if not lacking:
                 stream.close()

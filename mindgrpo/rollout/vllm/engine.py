@@ -47,12 +47,13 @@ class WeightBucket:
     def __init__(self, layout: Layout, backend: Backend, dtype: Dtype, hand_over: HandOver) -> None:
         """Takes the engine's `dtype`."""
         self._hand_over = hand_over
-        size = bucket_size(layout, backend.rank, dtype)
+        groups = groups_of(layout)
+        size = bucket_size(groups, backend.rank, dtype)
         self.bucket: Any = backend.host_pool(size, shared=True, dtype=dtype)
         self.pool: Pool = self.bucket
         own = backend.compute_dtype
         if dtype != own:
-            self.pool = backend.host_pool(bucket_size(layout, backend.rank, own), dtype=own)
+            self.pool = backend.host_pool(bucket_size(groups, backend.rank, own), dtype=own)
 
     @property
     def host_copies(self) -> Sequence[Pool]:
@@ -150,7 +151,7 @@ class VllmEngine:
     def transfer_from(
         self, policy: Weights, adapters: Adapters | None, plan: Plan | None = None
     ) -> TensorStream:
-        return TensorStream(policy, adapters, self._layout, self._backend, self._sink)
+        return TensorStream(policy, adapters, groups_of(self._layout), self._backend, self._sink)
 
     def load(self, directory: str, version: int) -> None:
         files = check_tensors(directory, self._layout.specs)
