@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,12 @@ from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
     LayerWeights,
+    LocalExperts,
     LocalModelShape,
     Memory,
     TokenWeights,
 )
-from mindgrpo.backend.kernels.shapes import Heads, SamplingParams, Vocabulary
+from mindgrpo.backend.kernels.shapes import Heads, Routing, SamplingParams, Vocabulary
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +40,7 @@ pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on
 CALLS = OTHER_CALLS | EXPERT_CALLS
 # Numbers of rows around the ones that vectors, blocks of rows and threads take at a time.
 ROWS = (1, 3, 20, 66, 67, 100)
+ROUTING = Routing(num_experts=6, per_token=2)
 
 
 @pytest.mark.parametrize("symbol", CALLS)
@@ -123,20 +126,45 @@ def test_a_span_that_leaves_its_cluster_is_refused(span: tuple[int, int, int]) -
 
 
 class Rollout:
-    """A generator of one layer with random sizes, its weights, and `rows` samples of a prompt each."""
+    """A generator of one layer with random sizes, its weights, and `rows` samples of a prompt each.
 
-    def __init__(self, rng: Generator, rows: int = 6) -> None:
+    With experts, the layer has those of ROUTING. Of several ranks, `ids` being their numbers in a group, this is number
+    `rank`: all attend, but the first one alone adds what that gives; each has a share of experts and vocabulary.
+    """
+
+    def __init__(
+        self,
+        rng: Generator,
+        rows: int = 6,
+        has_experts: bool = False,
+        ids: Sequence[int] = (-1,),
+        rank: int = 0,
+    ) -> None:
         kv, dim, hidden, inner = size(rng, 2), 2 * size(rng, 20), size(rng, 70), size(rng, 90)
         self.heads = Heads(kv * size(rng, 3), kv, dim)
         self.rows, vocab, self.room = rows, size(rng, 200), 16
+        total, own = ROUTING.num_experts, ROUTING.num_experts // len(ids)
+        width = -(-vocab // len(ids))
+        tokens = slice(width * rank, min(vocab, width * (rank + 1)))
         share = LocalModelShape(
-            1, hidden, inner, self.heads, Vocabulary(0, vocab, vocab), 1e-6, 1, 0
+            1,
+            hidden,
+            0 if has_experts else inner,
+            self.heads,
+            Vocabulary(tokens.start, width, tokens.stop - tokens.start),
+            1e-6,
+            len(ids),
+            rank,
+            ids[rank],
+            experts=LocalExperts(ROUTING, own * rank, own, inner, (0,)) if has_experts else None,
         )
         positions, count = 2 * rows * self.room, max(rows, 16)
-        width = max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner, vocab)
+        floats_a_row = max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner, vocab)
+        if has_experts:
+            floats_a_row = max(floats_a_row, 2 * total + 2 * (4 + 2 * hidden + 2 * inner))
         self.memory = Memory(
             cache=np.zeros(2 * positions * kv * dim, np.float32),
-            scratch=np.zeros(count * (3 * hidden + width), np.float32),
+            scratch=np.zeros(count * (3 * hidden + floats_a_row), np.float32),
             inputs=np.zeros(rows * hidden, np.float32),
             starts=np.zeros(rows * hidden, np.float32),
             seen=np.zeros(0, np.float32),
@@ -147,6 +175,7 @@ class Rollout:
         self.slots = Slots(share, settings, self.rotary, rows, 16, self.memory)
         self.table = self.slots._table
         mixed = self.heads.queries * dim
+        each = (total,) if has_experts else ()
         self.layer = LayerWeights(
             norm=floats(rng, hidden),
             qkv=floats(rng, hidden, self.heads.width) / hidden**0.5,
@@ -156,17 +185,29 @@ class Rollout:
             out=floats(rng, mixed, hidden) / mixed**0.5,
             out_bias=None,
             norm_mlp=floats(rng, hidden),
-            gate_up=floats(rng, hidden, 2 * inner) / hidden**0.5,
-            down=floats(rng, inner, hidden) / inner**0.5,
+            gate_up=floats(rng, *each, hidden, 2 * inner) / hidden**0.5,
+            down=floats(rng, *each, inner, hidden) / inner**0.5,
+            router=floats(rng, hidden, total) if has_experts else None,
         )
         table = floats(rng, vocab, hidden)
         self.token = TokenWeights(floats(rng, hidden), table, table)
-        self.slots.take_weights([self.layer], self.token)
+        held, part = self.layer, np.zeros((width, hidden), np.float32)
+        part[: tokens.stop - tokens.start] = table[tokens]
+        if has_experts:
+            mine = slice(own * rank, own * (rank + 1))
+            held = held._replace(gate_up=held.gate_up[mine], down=held.down[mine])
+        if rank:
+            held = held._replace(out=np.zeros_like(held.out))
+        self.slots.take_weights([held], TokenWeights(self.token.norm, part, part))
         self.prompts = [
             rng.integers(0, vocab, size(rng, self.room)).astype(np.int32) for _ in range(rows)
         ]
         keys = rng.integers(0, 2**64, self.rows, np.uint64)
         self.job = GenerationBatch.of(self.prompts, range(rows), [4] * rows, keys)
+        self.routes = np.zeros((rows, 4, ROUTING.per_token), np.uint16)
+        if has_experts:
+            self.table["routes"] = self.routes
+            self.table["prompt_routes"] = np.zeros(16 * ROUTING.per_token, np.uint16)
         self.slots.start(self.job, KVCacheLayout(rows, self.room, rows, self.room))
 
     def fill(self) -> None:
@@ -180,12 +221,22 @@ class Rollout:
             self.slots.fill(prompt[-1:], prefixes[:0], seen[:0], start)
             self.slots.enqueue(row, row)
 
+    def run(self) -> None:
+        self.fill()
+        while self.slots.decode(1):
+            pass
+
     def decode(self) -> list[np.ndarray]:
         return [np.array([self.table.number, 1], np.int32), np.zeros(1, np.int32)]
 
 
-def numpys_log_probs(made: Rollout, tokens: np.ndarray) -> np.ndarray:
-    """float64 [len(tokens), vocabulary] after each token, of the layer as models/decoder.py describes it."""
+def gated(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    gate, up = np.split(x @ gate_up, 2, -1)
+    return (gate / (1 + np.exp(-gate)) * up) @ down
+
+
+def numpys_log_probs(made: Rollout, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [len(tokens), vocabulary] after each token, as models/decoder.py describes the layer, and its experts."""
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
@@ -206,25 +257,49 @@ def numpys_log_probs(made: Rollout, tokens: np.ndarray) -> np.ndarray:
     masses = np.exp(scores - scores.max(-1, keepdims=True))
     mixed = np.einsum("hij,jhd->ihd", masses / masses.sum(-1, keepdims=True), v)
     x = x + mixed.reshape(length, -1) @ w.out
-    gate, up = np.split(norm(x, w.norm_mlp) @ w.gate_up, 2, -1)
-    x = x + (gate / (1 + np.exp(-gate)) * up) @ w.down
+    normed, routes = norm(x, w.norm_mlp), np.zeros((length, 0), int)
+    if w.router is None:
+        x = x + gated(normed, w.gate_up, w.down)
+    else:
+        logits = normed @ w.router
+        routes = np.argsort(-logits)[:, : ROUTING.per_token]
+        for row, chosen in enumerate(routes):
+            masses = np.exp(logits[row, chosen])
+            for mass, expert in zip(masses / masses.sum(), chosen, strict=True):
+                x[row] += mass * gated(normed[row], w.gate_up[expert], w.down[expert])
     logits = norm(x, made.token.norm) @ made.token.head.T
     logits -= logits.max(-1, keepdims=True)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), routes
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_rollouts_of_any_number_of_rows_give_numpys_log_probs(rows: int) -> None:
-    made = Rollout(default_rng(rows), rows)
-    made.fill()
-    while made.slots.decode(1):
-        pass
+def test_rollouts_of_any_number_of_rows_give_numpys_log_probs(rows: int, has_experts: bool) -> None:
+    made = Rollout(default_rng(rows), rows, has_experts)
+    made.run()
     assert made.job.lengths.tolist() == [4] * rows
     for row, prompt in enumerate(made.prompts):
+        drawn = slice(len(prompt) - 1, -1)
         tokens = np.concatenate([prompt, made.job.tokens[row]])
-        expected = numpys_log_probs(made, tokens)[len(prompt) - 1 : -1]
-        of_tokens = expected[np.arange(4), made.job.tokens[row]]
+        expected, routes = numpys_log_probs(made, tokens)
+        of_tokens = expected[drawn][np.arange(4), made.job.tokens[row]]
         np.testing.assert_allclose(made.job.logps[row], of_tokens, rtol=2e-3, atol=2e-3)
+        if has_experts:
+            np.testing.assert_array_equal(made.routes[row], routes[drawn])
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_experts_that_ranks_share_out_change_no_bit(rows: int) -> None:
+    whole = Rollout(default_rng(rows), rows, has_experts=True)
+    whole.run()
+    group = slots_by_hand.ThreadGroup(2)
+    ranks = [Rollout(default_rng(rows), rows, True, group.ids, rank) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(Rollout.run, ranks))
+    for rank in ranks:
+        np.testing.assert_array_equal(rank.job.tokens, whole.job.tokens)
+        np.testing.assert_array_equal(rank.routes, whole.routes)
+        np.testing.assert_allclose(rank.job.logps, whole.job.logps, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -240,7 +315,7 @@ def test_what_is_drawn_is_written_within_what_was_given(rows: int, tp_size: int)
 def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
     made = Rollout(default_rng(2))
     number = np.array([made.table.number], np.int32)
-    layer = [one(0) if array is None else array for array in made.layer]
+    layer = [one(0) if array is None else array for array in made.layer[:-1]]
     calls = {
         "rollout_layer_weights": [*layer, np.array([*number, 0], np.int32)],
         "rollout_token_weights": [*made.token, number],
@@ -270,8 +345,8 @@ def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
         ("row_own", np.zeros(5, np.int32), "row_own has 5 elements, but needs 6"),
         ("rotary", np.zeros(1, np.float32), "rotary has 1 elements, but needs"),
         ("num_free", 1, "6 rows and 1 free slots are not 6"),
-        ("weights", np.zeros(12, np.int64), "weights has 12 elements, but needs 13"),
-        ("weights", np.zeros(13, np.int64), "not given all its weights"),
+        ("weights", np.zeros(13, np.int64), "weights has 13 elements, but needs 14"),
+        ("weights", np.zeros(14, np.int64), "not given all its weights"),
         ("slot_size", 4, "rooms"),
         ("row_prefix", np.full(6, 99, np.int32), "in prefix 99"),
         ("row_slot", np.full(6, -1, np.int32), "in slot -1"),

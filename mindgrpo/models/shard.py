@@ -14,8 +14,9 @@ import numpy as np
 from mindspore import nn
 
 from mindgrpo.backend.contract import Backend, Group
-from mindgrpo.backend.kernels.shapes import NEVER, Heads, Vocabulary
-from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.backend.kernels.rollout import LocalExperts
+from mindgrpo.backend.kernels.shapes import NEVER, Heads, Routing, Vocabulary
+from mindgrpo.models.decoder_config import DecoderConfig, MoeConfig
 from mindgrpo.models.lora import LoraSettings, LowRankLinear, adapter_names
 from mindgrpo.models.parallel_cells import (
     BiasedLinear,
@@ -46,9 +47,9 @@ def local_leaves(tp_size: int, *widths: int) -> int:
 
 
 def product_leaves(config: DecoderConfig, tp_size: int) -> int:
-    """Returns the leaves of a rank's products whose sums go over ranks: attention's and the feed-forward's last."""
+    """Returns the leaves of a rank's products whose sums go over ranks: attention's and a dense feed-forward's last."""
     mixed = config.num_attention_heads * config.head_dim
-    return local_leaves(tp_size, mixed, config.intermediate_size)
+    return local_leaves(tp_size, mixed, dense_inner(config))
 
 
 def vocabulary_leaves(config: DecoderConfig, tp_size: int) -> int:
@@ -61,9 +62,29 @@ def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
     return -(-config.vocab_size // tp_size)
 
 
+def dense_inner(config: DecoderConfig) -> int:
+    """Returns the width of feed-forwards without experts; 0 where all layers have experts."""
+    return 0 if all(kind.has_experts for kind in config.layers) else config.intermediate_size
+
+
 def local_inner(config: DecoderConfig, tp_size: int) -> int:
-    """Returns the width of a feed-forward, with the padding of the last rank."""
-    return -(-config.intermediate_size // tp_size)
+    """Returns a rank's width of feed-forwards without experts, with the padding of the last rank."""
+    return -(-dense_inner(config) // tp_size)
+
+
+def routing(moe: MoeConfig) -> Routing:
+    """Returns the choice and the scores of experts as kernels take them."""
+    is_sigmoid = moe.scores == "sigmoid"
+    return Routing(moe.num_experts, moe.per_token, is_sigmoid, moe.renormalise, moe.scaling)
+
+
+def local_experts(config: DecoderConfig, ep_size: int, index: int) -> LocalExperts | None:
+    """Returns rank `index`'s share of the experts of all layers; None in models without."""
+    if (moe := config.moe) is None:
+        return None
+    count = moe.num_experts // ep_size
+    layers = tuple(i for i, kind in enumerate(config.layers) if kind.has_experts)
+    return LocalExperts(routing(moe), index * count, count, moe.inner, layers)
 
 
 def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
@@ -259,6 +280,10 @@ class Shard:
         """Returns the cell (tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""
         kernels, exact = self.kernels, self.weights.dtype != "float32"
         return (kernels.exact_embedding if exact else kernels.embedding)(self.first_token)
+
+    def experts(self) -> LocalExperts | None:
+        mesh = self.weights.layout.mesh
+        return local_experts(self.config, mesh.ep, mesh.index(self.weights.rank, "ep"))
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters[key]

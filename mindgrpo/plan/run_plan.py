@@ -30,6 +30,7 @@ from mindgrpo.models.precision import (
     plain_kernels,
 )
 from mindgrpo.models.shard import (
+    local_experts,
     local_heads,
     local_inner,
     local_vocabulary,
@@ -239,6 +240,7 @@ class RunPlan:
             tp_size=tp_size,
             tp_rank=0,
             leaves=product_leaves(model, tp_size) if in_tree else 1,
+            experts=local_experts(model, self.infer.mesh.ep, 0),
         )
 
     @cached_property

@@ -7,12 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
 from mindgrpo.backend.dtypes import packed_bytes
-from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
+from mindgrpo.backend.kernels.shapes import Heads, Routing, Vocabulary
+
+
+@dataclass(frozen=True)
+class LocalExperts:
+    """This rank's experts, `count` from number `first` on, each `inner` wide, and the layers that have experts."""
+
+    routing: Routing
+    first: int
+    count: int
+    inner: int
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -20,7 +32,7 @@ class LocalModelShape:
     """This rank's share of a model: `tp_size` ranks split heads, inner width and vocabulary; this one is `tp_rank`.
 
     `group` is what kernels know these ranks by (Group.kernel_id). Products whose sums go over ranks are summed in
-    `leaves`, as in Kernels.matmul.
+    `leaves`, as in Kernels.matmul. `inner` is the width of layers without experts, 0 where all have them.
     """
 
     layers: int
@@ -33,18 +45,26 @@ class LocalModelShape:
     tp_rank: int
     group: int = -1
     leaves: int = 1
+    experts: LocalExperts | None = None
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        return self.experts.layers if self.experts else ()
+
+    def matrices_of(self, layer: int) -> list[tuple[int, int, int]]:
+        """[in, out] and leaves of a layer's qkv, out, gate and up together, and down: the last two of each expert."""
+        heads, hidden, inner = self.heads, self.hidden, self.inner
+        matrices = [(hidden, heads.width, 1), (heads.queries * heads.dim, hidden, self.leaves)]
+        if self.experts is None or layer not in self.experts.layers:
+            return [*matrices, (hidden, 2 * inner, 1), (inner, hidden, self.leaves)]
+        inner = self.experts.inner
+        return matrices + self.experts.count * [(hidden, 2 * inner, 1), (inner, hidden, 1)]
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """[in, out] and leaves of each layer's qkv, out, gate and up together, and down; at the end the head's."""
-        heads, hidden, inner = self.heads, self.hidden, self.inner
-        layer = [
-            (hidden, heads.width, 1),
-            (heads.queries * heads.dim, hidden, self.leaves),
-            (hidden, 2 * inner, 1),
-            (inner, hidden, self.leaves),
-        ]
-        return self.layers * layer + [(hidden, self.vocabulary.width, 1)]
+        """Those of all layers, in their order, and at the end the head's."""
+        layers = chain.from_iterable(self.matrices_of(layer) for layer in range(self.layers))
+        return [*layers, (self.hidden, self.vocabulary.width, 1)]
 
     def packed_bytes(self, num_parts: int | None) -> int:
         """Returns the bytes of all matrices as kept for products of bfloat16; 0 for those of float32."""
@@ -142,12 +162,15 @@ class LayerWeights(NamedTuple):
     out: np.ndarray  # [Q D, H]
     out_bias: np.ndarray | None  # [H]
     norm_mlp: np.ndarray  # [H]
-    gate_up: np.ndarray  # [H, 2 I]
-    down: np.ndarray  # [I, H]
+    gate_up: np.ndarray  # [H, 2 I], or of experts [X, H, 2 J]
+    down: np.ndarray  # [I, H], or of experts [X, J, H]
+    router: np.ndarray | None = None  # float32 [H, E], where the layer has experts
 
     @property
     def matrices(self) -> tuple[np.ndarray, ...]:
-        return self.qkv, self.out, self.gate_up, self.down
+        if self.router is None:
+            return self.qkv, self.out, self.gate_up, self.down
+        return self.qkv, self.out, *chain(*zip(self.gate_up, self.down, strict=True))
 
 
 class TokenWeights(NamedTuple):

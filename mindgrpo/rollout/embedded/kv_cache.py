@@ -172,6 +172,10 @@ class KVCacheSizes:
         rows = padded(max(slots, cache_config.prompt_rows))
         attention = heads.width + max(heads.queries * heads.dim, hidden)
         layers_need = rows * (3 * hidden + max(attention, 2 * shape.inner))
+        if experts := shape.experts:
+            total, a_slot = experts.routing.num_experts, 4 + 2 * hidden + 2 * experts.inner
+            of_experts = rows * (total + experts.routing.per_token * a_slot) + total
+            layers_need = max(layers_need, 3 * rows * hidden + of_experts)
         return cls(
             cache=2 * shape.layers * heads.kv * heads.dim * cache_config.positions,
             scratch=max(layers_need, slots * (3 * hidden + vocabulary)),

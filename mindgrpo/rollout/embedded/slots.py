@@ -28,7 +28,7 @@ from mindgrpo.backend.kernels.rollout import (
 )
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.decoder import rotary_table
-from mindgrpo.models.shard import Shard
+from mindgrpo.models.shard import Shard, local_inner
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
 
@@ -233,23 +233,26 @@ def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) 
     layer, norms = f"model.layers.{index}.", shard.config.family.norms
     attention = layer + "self_attn."
 
-    def vector(key: str) -> np.ndarray | None:
+    def in_float32(key: str) -> np.ndarray | None:
         return tensors[key].astype(np.float32, copy=False) if key in tensors else None
 
     def norm(name: str) -> np.ndarray:
         return tensors[f"{layer}{name}.weight"].astype(np.float32, copy=False)
 
+    has_experts = shard.config.layers[index].has_experts
+    mlp = layer + ("mlp.experts." if has_experts else "mlp.")
     return LayerWeights(
         norm(str(norms.attention_in)),
         tensors[attention + "qkv_proj.weight"],
-        vector(attention + "qkv_proj.bias"),
-        vector(attention + "q_norm.weight"),
-        vector(attention + "k_norm.weight"),
+        in_float32(attention + "qkv_proj.bias"),
+        in_float32(attention + "q_norm.weight"),
+        in_float32(attention + "k_norm.weight"),
         tensors[attention + "o_proj.weight"],
-        vector(attention + "o_proj.bias"),
+        in_float32(attention + "o_proj.bias"),
         norm(str(norms.mlp_in)),
-        tensors[layer + "mlp.gate_up_proj.weight"],
-        tensors[layer + "mlp.down_proj.weight"],
+        tensors[mlp + "gate_up_proj.weight"],
+        tensors[mlp + "down_proj.weight"],
+        in_float32(layer + "mlp.gate.weight"),
     )
 
 
@@ -259,11 +262,11 @@ def _token_weights(shard: Shard, tensors: Mapping[str, np.ndarray]) -> TokenWeig
 
 
 def _model_shape(shard: Shard) -> LocalModelShape:
-    config, first = shard.config, f"model.layers.{shard.layers.start}."
+    config = shard.config
     return LocalModelShape(
         len(shard.layers),
         config.hidden_size,
-        shard[first + "mlp.down_proj.weight"].shape[0],
+        local_inner(config, shard.group.size),
         shard.heads(),
         shard.vocabulary(),
         config.rms_norm_eps,
@@ -271,6 +274,7 @@ def _model_shape(shard: Shard) -> LocalModelShape:
         shard.group.index,
         shard.group.kernel_id,
         shard.leaves,
+        shard.experts(),
     )
 
 

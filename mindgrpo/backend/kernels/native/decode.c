@@ -4,6 +4,7 @@
  * other in one prefix read its keys together.
  */
 #include "collective.h"
+#include "experts.h"
 #include "rollout.h"
 #include "rows.h"
 
@@ -17,7 +18,7 @@ typedef struct {
     int64_t layer, rows, width, member_floats;
     float *normed, *qkv, *mixed, *memory; /* of `memory` `member_floats` for each member */
     const float *x, *added, *added_bias, *norm; /* what comes in */
-    const float *first, *second;                /* matrices */
+    const float *first, *second, *router;       /* matrices */
     const float *bias, *q_norm, *k_norm;
     float *total, *delta;
 } Work;
@@ -160,7 +161,7 @@ static void attend(void *task, Member member) {
     const Rollout *g = w->g;
     int64_t begin, end, mixed = g->queries * g->dim;
     norm_rows(w, member);
-    multiply(g, member, MATRICES * w->layer + QKV, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first, 0,
+    multiply(g, member, g->first_matrix[w->layer] + QKV, 1, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first, 0,
              w->qkv, w->width);
     pool_meet(member);
     share_out(member, w->rows, &begin, &end);
@@ -168,7 +169,7 @@ static void attend(void *task, Member member) {
     if (!w->second) return;
     pool_meet(member);
     attend_rows(w, member);
-    multiply(g, member, MATRICES * w->layer + OUT, w->rows, g->hidden, mixed, w->mixed, mixed, w->second, 0, w->delta,
+    multiply(g, member, g->first_matrix[w->layer] + OUT, g->leaves, w->rows, g->hidden, mixed, w->mixed, mixed, w->second, 0, w->delta,
              g->hidden);
 }
 
@@ -176,14 +177,131 @@ static void mlp(void *task, Member member) {
     const Work *w = task;
     int64_t begin, end, hidden = w->g->hidden, inner = w->g->inner;
     norm_rows(w, member);
-    multiply(w->g, member, MATRICES * w->layer + GATE_UP, w->rows, 2 * inner, hidden, w->normed, hidden, w->first, 0,
+    multiply(w->g, member, w->g->first_matrix[w->layer] + GATE_UP, 1, w->rows, 2 * inner, hidden, w->normed, hidden, w->first, 0,
              w->qkv, 2 * inner);
     pool_meet(member);
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) gate_row(w->qkv + 2 * i * inner, inner, w->qkv + 2 * i * inner);
     pool_meet(member);
-    multiply(w->g, member, MATRICES * w->layer + DOWN, w->rows, hidden, inner, w->qkv, 2 * inner, w->second, 0,
+    multiply(w->g, member, w->g->first_matrix[w->layer] + DOWN, w->g->leaves, w->rows, hidden, inner, w->qkv, 2 * inner, w->second, 0,
              w->delta, hidden);
+}
+
+/* What a layer's experts work on: p and scores of each row's slots, slots by expert, and what experts take and make. */
+typedef struct {
+    float *p, *scores, *taken, *both, *y;
+    int32_t *routes, *order, *home, *counts;
+} ExpertWork;
+
+int64_t expert_floats(const Rollout *g, int64_t rows) {
+    return rows * (g->experts + g->routed * (4 + 2 * g->hidden + 2 * g->expert_inner)) + g->experts;
+}
+
+static ExpertWork expert_work(const Work *w) {
+    const Rollout *g = w->g;
+    int64_t slots = w->rows * g->routed;
+    ExpertWork s = {.p = w->qkv};
+    s.scores = s.p + w->rows * g->experts;
+    s.routes = (int32_t *)(s.scores + slots);
+    s.order = s.routes + slots, s.home = s.order + slots, s.counts = s.home + slots;
+    s.taken = (float *)(s.counts + g->experts);
+    s.both = s.taken + slots * g->hidden;
+    s.y = s.both + 2 * slots * g->expert_inner;
+    return s;
+}
+
+/* Gives the routes of a row to the trainer, where they are wanted. */
+static void keep_routes(const Work *w, int64_t row, const int32_t *routes) {
+    const Rollout *g = w->g;
+    int64_t a_token = g->expert_layers * g->routed;
+    if (!g->routes_count) return;
+    uint16_t *kept = w->own ? g->routes + (g->row_sample[row] * g->longest + w->own[row]) * a_token
+                            : g->prompt_routes + row * a_token;
+    for (int64_t k = 0; k < g->routed; k++) kept[g->expert_layer[w->layer] * g->routed + k] = (uint16_t)routes[k];
+}
+
+static void route_rows(const Work *w, const ExpertWork *s, Member member) {
+    const Rollout *g = w->g;
+    const Routing routing = {(int)g->is_sigmoid, (int)g->renormalises, (float)g->scaling};
+    int64_t experts = g->experts, slots = g->routed, begin, end;
+    share_out(member, w->rows, &begin, &end);
+    expert_probabilities(end - begin, g->hidden, experts, w->normed + begin * g->hidden, w->router, routing,
+                         s->p + begin * experts);
+    for (int64_t i = begin; i < end; i++) {
+        choose_row(s->p + i * experts, experts, slots, s->routes + i * slots);
+        score_row(s->p + i * experts, s->routes + i * slots, slots, routing, s->scores + i * slots);
+        keep_routes(w, i, s->routes + i * slots);
+    }
+    pool_meet(member);
+}
+
+/* The member's columns of c [slots, n] = a [slots, lda] times one of the two matrices of each slot's expert. */
+static void expert_products(const Work *w, const int32_t *counts, Member member, int kind, int64_t n, int64_t k,
+                            const float *a, int64_t lda, const float *weights, float *c) {
+    const Rollout *g = w->g;
+    for (int64_t e = 0; e < g->local_experts; e++, counts++) {
+        int64_t matrix = g->first_matrix[w->layer] + kind + 2 * e;
+        if (*counts) multiply(g, member, matrix, 1, *counts, n, k, a, lda, weights + e * n * k, 0, c, n);
+        a += *counts * lda, c += *counts * n;
+    }
+    pool_meet(member);
+}
+
+/* Copies y to each slot's place, in `taken`, where ranks add to it: zeros where the expert is another one's. */
+static void place_slots(const Work *w, const ExpertWork *s, Member member) {
+    int64_t hidden = w->g->hidden, begin, end;
+    share_out(member, w->rows * w->g->routed, &begin, &end);
+    for (int64_t i = begin; i < end; i++) {
+        if (s->home[i] < 0)
+            memset(s->taken + i * hidden, 0, hidden * sizeof(float));
+        else
+            memcpy(s->taken + i * hidden, s->y + s->home[i] * hidden, hidden * sizeof(float));
+        s->home[i] = (int32_t)i;
+    }
+}
+
+/* What this rank's experts make of the rows: in y, or of several ranks in `taken`. */
+static void experts(void *task, Member member) {
+    const Work *w = task;
+    const Rollout *g = w->g;
+    const ExpertWork s = expert_work(w);
+    const int32_t *counts = s.counts + g->first_expert;
+    int64_t begin, end, used = 0, hidden = g->hidden, inner = g->expert_inner;
+    norm_rows(w, member);
+    route_rows(w, &s, member);
+    if (member.index == 0)
+        sort_rows(w->rows * g->routed, g->experts, g->first_expert, g->local_experts, s.routes, s.order, s.counts, s.home);
+    pool_meet(member);
+    for (int64_t e = 0; e < g->local_experts; e++) used += counts[e];
+    share_out(member, used, &begin, &end);
+    for (int64_t i = begin; i < end; i++)
+        memcpy(s.taken + i * hidden, w->normed + s.order[i] / g->routed * hidden, hidden * sizeof(float));
+    pool_meet(member);
+    expert_products(w, counts, member, GATE_UP, 2 * inner, hidden, s.taken, hidden, w->first, s.both);
+    for (int64_t i = begin; i < end; i++) gate_row(s.both + 2 * i * inner, inner, s.both + 2 * i * inner);
+    pool_meet(member);
+    expert_products(w, counts, member, DOWN, hidden, inner, s.both, 2 * inner, w->second, s.y);
+    if (g->tp_size > 1) place_slots(w, &s, member);
+}
+
+/* Adds each row's slots in their order, as the trainer does. */
+static void add_slots(void *task, Member member) {
+    const Work *w = task;
+    const ExpertWork s = expert_work(w);
+    const float *made = w->g->tp_size > 1 ? s.taken : s.y;
+    int64_t hidden = w->g->hidden, slots = w->g->routed, begin, end;
+    share_out(member, w->rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++)
+        sum_row_slots(made, s.home + i * slots, s.scores + i * slots, slots, hidden, w->delta + i * hidden);
+}
+
+/* A slot is one rank's, so its sum over ranks is exact. */
+static int run_experts(const Call *call, Work *w) {
+    int status = run_products(call, experts, w);
+    if (!status)
+        status = sum_over_ranks(call, w->g->group, expert_work(w).taken, w->rows * w->g->routed * w->g->hidden);
+    if (!status) pool_run(add_slots, w);
+    return status;
 }
 
 /* The sum over ranks of what `part` of the layer adds. */
@@ -206,6 +324,6 @@ int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, 
     if (keeps_only) return run_products(call, attend, &w);
     if ((status = run_part(call, attend, &w))) return status;
     w.added = delta, w.added_bias = weights->out_bias, w.norm = weights->norm_mlp;
-    w.first = weights->gate_up, w.second = weights->down;
-    return run_part(call, mlp, &w);
+    w.first = weights->gate_up, w.second = weights->down, w.router = weights->router;
+    return w.router ? run_experts(call, &w) : run_part(call, mlp, &w);
 }

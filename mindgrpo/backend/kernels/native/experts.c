@@ -1,8 +1,8 @@
-/* A mixture of experts: the router's scores, the choice, slots sorted by expert, and the experts' gated MLPs.
+/* A mixture of experts: the router's scores, the choice, rows sorted by expert, and the experts' gated MLPs. See experts.h.
  *
- * A token has K slots, slot number token * K + k; a row is what an expert gets of a slot. `order` names each row's slot and
- * `home` each slot's row, -1 where there is none. Rows lie by expert, `counts` of each; those behind them are zeros. A row's
- * numbers do not depend on the rows beside it. */
+ * Rows lie by expert, `counts` of each; those behind them are zeros. A row's numbers do not depend on the rows beside it. */
+#include "experts.h"
+
 #include "bf16_gemm.h"
 #include "gemm.h"
 #include "kernel.h"
@@ -13,16 +13,10 @@ enum { CHOSEN_ROWS = 64, LEAST_SUMMED = 64 };
 
 /* -- the router ------------------------------------------------------------------------------------------------ */
 
-/* Tensor `routing`: whether scores are sigmoids, whether those of a token are divided by their sum, and their factor. */
-typedef struct {
-    int is_sigmoid, renormalises;
-    float scaling;
-} Routing;
-
+/* Of tensor `routing`. */
 static Routing routing_of(const float *numbers) { return (Routing){numbers[0] != 0.0f, numbers[1] != 0.0f, numbers[2]}; }
 
-/* p [rows, E]: softmax or sigmoid of x w, each row by itself. */
-static void probabilities(int64_t rows, int64_t hidden, int64_t experts, const float *x, const float *w, Routing routing,
+void expert_probabilities(int64_t rows, int64_t hidden, int64_t experts, const float *x, const float *w, Routing routing,
                           float *p) {
     gemm_alone(rows, experts, hidden, x, hidden, 1, w, experts, p, experts, 0);
     for (int64_t i = 0; i < rows; i++, p += experts) {
@@ -37,12 +31,28 @@ static void probabilities(int64_t rows, int64_t hidden, int64_t experts, const f
     }
 }
 
-/* The sum of p at a token's experts; 1 where scores are not divided by it, or the token has none. */
-static float divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing) {
+/* In falling order, and so behind the one before. */
+void choose_row(const float *p, int64_t experts, int64_t slots, int32_t *routes) {
+    for (int64_t k = 0; k < slots; k++) {
+        int64_t best = -1, before = k ? routes[k - 1] : -1;
+        for (int64_t e = 0; e < experts; e++) {
+            int is_behind = before < 0 || p[e] < p[before] || (p[e] == p[before] && e > before);
+            if (is_behind && (best < 0 || p[e] > p[best])) best = e;
+        }
+        routes[k] = (int32_t)best;
+    }
+}
+
+float score_divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing) {
     float sum = 0.0f;
     for (int64_t k = 0; k < slots; k++)
         if (routes[k] >= 0) sum += p[routes[k]];
     return routing.renormalises && sum > 0.0f ? sum : 1.0f;
+}
+
+void score_row(const float *p, const int32_t *routes, int64_t slots, Routing routing, float *scores) {
+    float sum = score_divisor(p, routes, slots, routing);
+    for (int64_t k = 0; k < slots; k++) scores[k] = routes[k] < 0 ? 0.0f : p[routes[k]] / sum * routing.scaling;
 }
 
 static int check_routes(const Call *call, int index) {
@@ -59,13 +69,9 @@ static void score_rows(const Call *call, int64_t begin, int64_t end) {
     const int32_t *routes = call->params[2];
     Routing routing = routing_of(call->params[3]);
     float *scores = call->params[4], *p = call->params[5];
-    probabilities(end - begin, hidden, experts, x + begin * hidden, w, routing, p + begin * experts);
-    for (int64_t i = begin; i < end; i++) {
-        const int32_t *own = routes + i * slots;
-        float sum = divisor(p + i * experts, own, slots, routing);
-        for (int64_t k = 0; k < slots; k++)
-            scores[i * slots + k] = own[k] < 0 ? 0.0f : p[i * experts + own[k]] / sum * routing.scaling;
-    }
+    expert_probabilities(end - begin, hidden, experts, x + begin * hidden, w, routing, p + begin * experts);
+    for (int64_t i = begin; i < end; i++)
+        score_row(p + i * experts, routes + i * slots, slots, routing, scores + i * slots);
 }
 
 /* scores of each token's experts, from the p of all */
@@ -90,7 +96,7 @@ static void router_back(void *task, Member member) {
     for (int64_t i = begin; i < end; i++) {
         const float *own = p + i * experts, *d = dscores + i * slots;
         const int32_t *at = routes + i * slots;
-        float *dp = t->dlogits + i * experts, sum = divisor(own, at, slots, routing), mean = 0.0f;
+        float *dp = t->dlogits + i * experts, sum = score_divisor(own, at, slots, routing), mean = 0.0f;
         memset(dp, 0, experts * sizeof(float));
         for (int64_t k = 0; k < slots && routing.renormalises; k++)
             if (at[k] >= 0) mean += d[k] * own[at[k]] / sum;
@@ -133,17 +139,9 @@ static void choose(void *task, Member member) {
     share_out(member, dim(call, 'N'), &begin, &end);
     for (int64_t start = begin; start < end; start += CHOSEN_ROWS) {
         int64_t rows = end - start < CHOSEN_ROWS ? end - start : CHOSEN_ROWS;
-        probabilities(rows, hidden, experts, x + start * hidden, w, routing_of(call->params[2]), own);
-        for (int64_t i = 0; i < rows; i++) {
-            float *p = own + i * experts;
-            for (int64_t k = 0; k < slots; k++) {
-                int64_t best = -1;
-                for (int64_t e = 0; e < experts; e++)
-                    if (best < 0 ? p[e] != -1.0f : p[e] > p[best]) best = e;
-                routes[(start + i) * slots + k] = best;
-                p[best] = -1.0f; /* no score, and below all */
-            }
-        }
+        expert_probabilities(rows, hidden, experts, x + start * hidden, w, routing_of(call->params[2]), own);
+        for (int64_t i = 0; i < rows; i++)
+            choose_row(own + i * experts, experts, slots, routes + (start + i) * slots);
     }
 }
 
@@ -158,23 +156,28 @@ KERNEL(choose_experts, "x f32[N, H], w f32[H, E], routing f32[3] -> routes i32[N
 
 /* -- slots and rows -------------------------------------------------------------------------------------------- */
 
-/* Slots by expert, those of one in their order; such with expert -1 are left out. */
-KERNEL(sort_slots, "routes i32[N, K] -> order i32[NK], counts i32[E], home i32[N, K]") {
-    const int32_t *routes = call->params[0];
-    int32_t *order = call->params[1], *counts = call->params[2], *home = call->params[3];
-    int64_t slots = dim(call, 'N') * dim(call, 'K'), experts = dim(call, 'E'), sum = 0;
-    int64_t *next = (int64_t *)scratch(call, 2 * experts);
-    if (!next) return KERNEL_OUT_OF_MEMORY;
-    if (check_routes(call, 0)) return KERNEL_REFUSED;
+void sort_rows(int64_t slots, int64_t experts, int64_t first, int64_t count, const int32_t *routes, int32_t *order,
+               int32_t *counts, int32_t *home) {
+    int32_t next[experts], sum = 0;
     memset(counts, 0, experts * sizeof *counts);
     for (int64_t i = 0; i < slots; i++)
         if (routes[i] >= 0) counts[routes[i]]++;
-    for (int64_t e = 0; e < experts; e++) next[e] = sum, sum += counts[e];
-    for (int64_t i = sum; i < slots; i++) order[i] = -1;
-    for (int64_t i = 0; i < slots; i++) {
-        home[i] = routes[i] < 0 ? -1 : next[routes[i]]++;
-        if (home[i] >= 0) order[home[i]] = i;
+    for (int64_t e = 0; e < experts; e++) {
+        int is_own = e >= first && e < first + count;
+        next[e] = is_own ? sum : -1;
+        sum += is_own ? counts[e] : 0;
     }
+    for (int64_t i = 0; i < slots; i++) {
+        home[i] = routes[i] < 0 || next[routes[i]] < 0 ? -1 : next[routes[i]]++;
+        if (home[i] >= 0) order[home[i]] = (int32_t)i;
+    }
+    for (int64_t i = sum; i < slots; i++) order[i] = -1;
+}
+
+KERNEL(sort_slots, "routes i32[N, K] -> order i32[NK], counts i32[E], home i32[N, K]") {
+    int64_t slots = dim(call, 'N') * dim(call, 'K'), experts = dim(call, 'E');
+    if (check_routes(call, 0)) return KERNEL_REFUSED;
+    sort_rows(slots, experts, 0, experts, call->params[0], call->params[1], call->params[2], call->params[3]);
     return 0;
 }
 
@@ -211,6 +214,16 @@ KERNEL(take_rows, "x f32[N, H], order i32[S], home i32[N, K] -> y f32[S, H]") {
     return 0;
 }
 
+void sum_row_slots(const float *y, const int32_t *home, const float *scores, int64_t slots, int64_t width, float *out) {
+    memset(out, 0, width * sizeof(float));
+    for (int64_t k = 0; k < slots; k++) {
+        if (home[k] < 0) continue;
+        const float *row = y + home[k] * width;
+        float score = scores ? scores[k] : 1.0f;
+        for (int64_t j = 0; j < width; j++) out[j] += score * row[j];
+    }
+}
+
 static void sum_slots(void *task, Member member) {
     const Call *call = task;
     const float *y = call->params[0], *scores = optional(call, 1);
@@ -219,13 +232,8 @@ static void sum_slots(void *task, Member member) {
     int64_t width = dim(call, 'H'), slots = dim(call, 'K'), begin, end;
     share_out(member, dim(call, 'N'), &begin, &end);
     for (int64_t i = begin; i < end; i++) {
-        float *own = out + i * width;
-        memset(own, 0, width * sizeof(float));
-        for (int64_t k = 0; k < slots; k++) {
-            int64_t at = i * slots + k, row = home[at];
-            float score = scores ? scores[at] : 1.0f;
-            for (int64_t j = 0; j < width && row >= 0; j++) own[j] += score * y[row * width + j];
-        }
+        const float *own = scores ? scores + i * slots : NULL;
+        sum_row_slots(y, home + i * slots, own, slots, width, out + i * width);
     }
 }
 

@@ -2,18 +2,34 @@
 #include "collective.h"
 #include "rollout.h"
 
-/* The tensors are LayerWeights', in its order, and are read where they lie until others are given. meta: number, layer. */
+/* The tensors are the first of LayerWeights', in its order, and are read where they lie until others are given. meta:
+ * number, layer. */
 KERNEL(rollout_layer_weights,
        "norm f32[H], qkv f32|bf16[H, W], bias f32[W]?, q_norm f32[D]?, k_norm f32[D]?, out f32|bf16[M, H], "
-       "out_bias f32[H]?, norm_mlp f32[H], gate_up f32|bf16[H, 2I], down f32|bf16[I, H], meta i32[2]") {
+       "out_bias f32[H]?, norm_mlp f32[H], gate_up f32|bf16[H, 2I]?, down f32|bf16[I, H]?, meta i32[2]") {
     const int32_t *meta = call->params[10];
     const Rollout *g = rollout_of(call, meta);
     if (!g) return KERNEL_REFUSED;
     if (meta[1] < 0 || meta[1] >= g->layers) return refuse(call, "there is no layer %d", meta[1]);
-    const float *w[WEIGHTS];
-    for (int i = 0; i < WEIGHTS; i++) w[i] = optional(call, i);
+    const float *w[WEIGHTS] = {NULL};
+    for (int i = 0; i < WEIGHTS - 1; i++) w[i] = optional(call, i);
     if (!w[3] != !w[4]) return refuse(call, "one norm of queries and keys is missing");
+    if ((!w[8] || !w[9]) != (g->expert_layer[meta[1]] >= 0))
+        return refuse(call, "layer %d has either an MLP or experts", meta[1]);
     memcpy(layer_weights(g, meta[1]), w, sizeof w);
+    return 0;
+}
+
+/* The same of a layer's router and of this rank's X experts, once the layer has its other weights. */
+KERNEL(rollout_expert_weights,
+       "router f32[H, E], gate_up f32|bf16[X, H, 2J], down f32|bf16[X, J, H], meta i32[2]") {
+    const int32_t *meta = call->params[3];
+    const Rollout *g = rollout_of(call, meta);
+    if (!g) return KERNEL_REFUSED;
+    if (meta[1] < 0 || meta[1] >= g->layers || g->expert_layer[meta[1]] < 0)
+        return refuse(call, "layer %d has no experts", meta[1]);
+    LayerWeights *w = layer_weights(g, meta[1]);
+    w->router = call->params[0], w->gate_up = call->params[1], w->down = call->params[2];
     return 0;
 }
 

@@ -78,7 +78,7 @@ static void head(void *task, Member member) {
                      t->normed + at);
     pool_meet(member);
     /* Packed are all rows of the table, otherwise only tokens are computed. */
-    multiply(g, member, MATRICES * g->layers, g->num_rows, g->parts ? g->vocab_rows : g->vocab, hidden, t->normed, hidden,
+    multiply(g, member, g->first_matrix[g->layers], 1, g->num_rows, g->parts ? g->vocab_rows : g->vocab, hidden, t->normed, hidden,
              weights->head, 1, t->logits, g->vocab_rows);
     pool_meet(member);
     for (int64_t i = begin; i < end; i++) write_stats(t, i, memory_of(t, member));

@@ -12,7 +12,8 @@ static int64_t scratch_floats(const Rollout *g) {
     int64_t prompt_rows = g->prompt_rows + g->prompt_starts, rows = g->slots > prompt_rows ? g->slots : prompt_rows;
     int64_t mixed = g->queries * g->dim, inner = 2 * g->inner;
     int64_t attention = mixed + 2 * g->kv * g->dim + (mixed > g->hidden ? mixed : g->hidden);
-    int64_t layers = rows * (3 * g->hidden + (attention > inner ? attention : inner));
+    int64_t experts = g->experts ? expert_floats(g, rows) : 0, most = rows * (attention > inner ? attention : inner);
+    int64_t layers = 3 * rows * g->hidden + (most > experts ? most : experts);
     int64_t head = g->slots * (3 * g->hidden + g->vocab_rows);
     return layers > head ? layers : head;
 }
@@ -50,6 +51,9 @@ static int check_table(const Call *call, const Rollout *g) {
     if (g->leaves < 1 || g->leaves > MOST_LEAVES || g->leaves & (g->leaves - 1) || g->inner % g->leaves || g->queries * g->dim % g->leaves || g->vocab_leaves < 1 ||
         g->vocab_rows % g->vocab_leaves)
         return refuse(call, "%ld leaves of products and %ld of the vocabulary", g->leaves, g->vocab_leaves);
+    if (g->first_expert < 0 || g->local_experts < 0 || g->first_expert + g->local_experts > g->experts ||
+        g->routed < 0 || g->routed > g->experts || g->expert_layers > g->layers)
+        return refuse(call, "%ld experts from %ld on of %ld", g->local_experts, g->first_expert, g->experts);
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
     return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
 }
@@ -62,6 +66,9 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
                                {'I', g->inner},
                                {'D', g->dim},
                                {'V', g->vocab_rows},
+                               {'E', g->experts},
+                               {'X', g->local_experts},
+                               {'J', g->expert_inner},
                                {'W', (g->queries + 2 * g->kv) * g->dim},
                                {'M', g->queries * g->dim}};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
@@ -87,7 +94,8 @@ int run_products(const Call *call, void (*work)(void *task, Member member), void
 
 int check_ready(const Call *call, const Rollout *g) {
     int is_complete = token_weights(g)->norm != NULL;
-    for (int64_t i = 0; i < g->layers; i++) is_complete &= layer_weights(g, i)->norm != NULL;
+    for (int64_t i = 0; i < g->layers; i++)
+        is_complete &= layer_weights(g, i)->norm && layer_weights(g, i)->down && !layer_weights(g, i)->router == (g->expert_layer[i] < 0);
     if (!is_complete) return refuse(call, "the generator was not given all its weights");
     if (g->tp_size > 1 && g->group < 0) return refuse(call, "ranks share the model, but it knows no group of theirs");
     return 0;

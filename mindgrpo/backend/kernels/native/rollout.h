@@ -20,6 +20,11 @@
     /* this rank's share of the model */                                                                         \
     NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
     NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) NUMBER(double, score_scale) ARRAY(float, rotary, 2 * g->dim)                \
+    /* experts: of all ranks, this one's, how many a token goes to; how their scores are made (experts.h); each layer's \
+     * number among those with experts, -1 for the others */                                                         \
+    NUMBER(int64_t, experts) NUMBER(int64_t, first_expert) NUMBER(int64_t, local_experts) NUMBER(int64_t, routed)     \
+    NUMBER(int64_t, expert_inner) NUMBER(int64_t, is_sigmoid) NUMBER(int64_t, renormalises) NUMBER(double, scaling)   \
+    NUMBER(int64_t, expert_layers) ARRAY(int32_t, expert_layer, g->layers)                                            \
     NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \
     NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)                                                                 \
     /* leaves of sums over ranks: of row-parallel products (gemm.h), and of the vocabulary */                        \
@@ -34,8 +39,8 @@
     ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
     /* matrices packed for products of `parts` bfloat16 products, where there are any: bytes, and where each begins */ \
-    NUMBER(int64_t, parts) ARRAY(uint8_t, packed, 0)                                                             \
-    ARRAY(int64_t, packed_at, g->parts ? MATRICES * g->layers + 1 : 0)                                           \
+    NUMBER(int64_t, parts) ARRAY(uint8_t, packed, 0) ARRAY(int64_t, first_matrix, g->layers + 1)                   \
+    ARRAY(int64_t, packed_at, g->parts ? g->first_matrix[g->layers] + 1 : 0)                                       \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
     NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size)                                \
     NUMBER(int64_t, layer_elements)                                                                              \
@@ -61,12 +66,16 @@
     ARRAY(int32_t, row_shared, g->slots) ARRAY(int32_t, row_own, g->slots)                                       \
     /* by slot, the next input of a sample that has ended and may go on; none where nothing goes on */              \
     ARRAY(float, parked, g->parked_count ? g->slots * g->hidden : 0)                                             \
+    /* experts of each token that was computed [tokens, layers with experts, experts a token]; none where nobody asks: by  \
+     * sample and own key, and those of the last call's rows of prompts, whose last layer has none */                 \
+    ARRAY(uint16_t, routes, 0) ARRAY(uint16_t, prompt_routes, g->routes_count ? g->prompt_rows * g->expert_layers * g->routed : 0) \
     /* tokens of prompts: prefix and number of keys seen, the own included; prefix blocks of first inputs */            \
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
     ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
 
-/* Matrices of a layer; after all layers' comes the head's. */
-enum { QKV, OUT, GATE_UP, DOWN, MATRICES };
+/* A layer's matrices, counted from first_matrix; the last two are there for each of its experts. After all layers' comes
+ * the head's. */
+enum { QKV, OUT, GATE_UP, DOWN };
 
 #define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
 #define DECLARE_ARRAY(TYPE, NAME, LEAST) \
@@ -77,7 +86,7 @@ typedef struct {
 } Rollout;
 
 typedef struct {
-    const float *norm, *qkv, *bias, *q_norm, *k_norm, *out, *out_bias, *norm_mlp, *gate_up, *down;
+    const float *norm, *qkv, *bias, *q_norm, *k_norm, *out, *out_bias, *norm_mlp, *gate_up, *down, *router;
 } LayerWeights;
 
 typedef struct {
@@ -110,6 +119,9 @@ int check_ready(const Call *call, const Rollout *g);
 int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, int keeps_only, float *x, float *delta,
               int adds);
 
+/* Floats that a layer with experts needs for so many rows, beside their hidden states. */
+int64_t expert_floats(const Rollout *g, int64_t rows);
+
 /* `drawn` [rows, hidden + 2], the same on all ranks: embedding, token and log-prob of the next token of every row. Writes
  * to the scratch behind x and `delta`, which is NULL where there are no layers. */
 int draw_tokens(const Call *call, const Rollout *g, const float *x, const float *delta, float **drawn);
@@ -135,11 +147,11 @@ static inline void embed_token(const Rollout *g, int64_t token, float *row) {
         widen((const uint16_t *)w->table + at * size, size, row);
 }
 
-/* The member's share of y [m, n] = x [m, k] w: w [k, n], or [n, k] where `turned`, is matrix number `matrix`. */
-static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t m, int64_t n, int64_t k,
-                            const float *x, int64_t ldx, const float *w, int turned, float *y, int64_t ldy) {
-    int in_leaves = matrix % MATRICES == OUT || matrix % MATRICES == DOWN;
-    Summation sum = {g->parts, in_leaves ? g->leaves : 1};
+/* The member's share of y [m, n] = x [m, k] w, summed in `leaves`: w [k, n], or [n, k] where `turned`, is matrix number
+ * `matrix`. */
+static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t leaves, int64_t m, int64_t n,
+                            int64_t k, const float *x, int64_t ldx, const float *w, int turned, float *y, int64_t ldy) {
+    Summation sum = {g->parts, leaves};
     if (g->parts)
         bf16_gemm(member, m, n, k, x, ldx, 1, sum, g->packed + g->packed_at[matrix], y, ldy);
     else if (sum.leaves == 1)

@@ -20,17 +20,19 @@ from mindgrpo.backend.kernels.rollout import (
     KeptRow,
     KVCacheLayout,
     LayerWeights,
+    LocalExperts,
     LocalModelShape,
     Memory,
     TokenWeights,
 )
-from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.kernels.shapes import Routing, SamplingParams
 
 # The C types of rollout.h.
 DTYPES = {
     "int64_t": np.int64,
     "int32_t": np.int32,
     "uint64_t": np.uint64,
+    "uint16_t": np.uint16,
     "uint8_t": np.uint8,
     "float": np.float32,
     "double": np.float64,
@@ -126,6 +128,23 @@ def _forget(native: ctypes.CDLL, number: int, memory: np.ndarray) -> None:
     native.rollout_forget(number)
 
 
+def _expert_numbers(experts: LocalExperts | None) -> dict[str, float]:
+    if experts is None:
+        experts = LocalExperts(Routing(0, 0), 0, 0, 0, ())
+    routing = experts.routing
+    return {
+        "experts": routing.num_experts,
+        "routed": routing.per_token,
+        "is_sigmoid": int(routing.is_sigmoid),
+        "renormalises": int(routing.renormalise),
+        "scaling": routing.scaling,
+        "first_expert": experts.first,
+        "local_experts": experts.count,
+        "expert_inner": experts.inner,
+        "expert_layers": len(experts.layers),
+    }
+
+
 class Slots:
     """Samples that are decoded together, a slot each. All ranks of the group make the same calls.
 
@@ -172,6 +191,14 @@ class Slots:
         arrays |= {
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
+        layers = range(model_shape.layers)
+        counts = [0, *(len(model_shape.matrices_of(layer)) for layer in layers)]
+        arrays["first_matrix"] = np.cumsum(counts)
+        arrays["expert_layer"] = np.full(model_shape.layers, -1, np.int32)
+        arrays["expert_layer"][list(model_shape.expert_layers)] = range(
+            len(model_shape.expert_layers)
+        )
+        arrays |= dict.fromkeys(("routes", "prompt_routes"), np.zeros(0, np.uint16))
         sizes = [packed_bytes(k, n, self._num_parts, m) for k, n, m in model_shape.matrices]
         room = memory.packed if memory.packed is not None else np.zeros(0, np.uint16)
         arrays["packed"] = room.view(np.uint8)
@@ -187,10 +214,17 @@ class Slots:
         """Registers the weights, which are read where they lie; to be called again whenever they have changed."""
         self._weights = []
         for index, weights in enumerate(layers):
-            tensors = [NOTHING if array is None else array for array in weights]
+            *tensors, gate_up, down, router = (
+                NOTHING if array is None else array for array in weights
+            )
             meta = np.array([*self._number, index], np.int32)
-            call_kernel("rollout_layer_weights", *tensors, meta)
-            self._weights += tensors
+            experts, mlp = (router, gate_up, down), (gate_up, down)
+            has_experts = weights.router is not None
+            dense = (NOTHING, NOTHING) if has_experts else mlp
+            call_kernel("rollout_layer_weights", *tensors, *dense, meta)
+            if has_experts:
+                call_kernel("rollout_expert_weights", *experts, meta)
+            self._weights += [*tensors, *experts]
         call_kernel("rollout_token_weights", *token, self._number)
         self._weights += token
         if not self._num_parts:
@@ -238,7 +272,7 @@ class Slots:
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "min_p": 0.0 if sampling.greedy else sampling.min_p,
         }
-        for name, value in numbers.items():
+        for name, value in {**numbers, **_expert_numbers(model_shape.experts)}.items():
             self._table[name] = value
         columns = FIRST + max(2 * self._candidates_of(sampling), BINS) + 2 * vocab.leaves
         a_slot = (1 + model_shape.tp_size) * (columns + BINS) + model_shape.hidden + 2
