@@ -26,6 +26,12 @@ MODEL = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
+WITH_EXPERTS = MODEL | {
+    "model_type": "mixtral",
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 ROLES = ("policy", "first", "second")
 IDENTITY = Identity(
     code="0.4.0",
@@ -37,7 +43,7 @@ IDENTITY = Identity(
 )
 
 
-def layout(mesh: tuple[int, int, int], model: dict[str, Any] = MODEL) -> Layout:
+def layout(mesh: tuple[int, ...], model: dict[str, Any] = MODEL) -> Layout:
     config = decoder_config(model, "the test's model")
     return Layout.of(Mesh(*mesh), parameter_specs(config))
 
@@ -65,10 +71,15 @@ def manifest_of(stored: dict[str, Any], step: int = 3) -> Manifest:
 
 
 def save(
-    backend: Any, run: Path, mesh: tuple[int, int, int], background: bool, step: int = 3
+    backend: Any,
+    run: Path,
+    mesh: tuple[int, ...],
+    background: bool,
+    step: int = 3,
+    model: dict[str, Any] = MODEL,
 ) -> Path:
     saver = Saver(run, backend)
-    roles = filled(backend, layout(mesh))
+    roles = filled(backend, layout(mesh, model))
     saver.begin(step, roles, lambda stored: manifest_of(stored, step), background)
     if background:  # what happens after the copy must not reach the file
         for weights in roles.values():

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoint_model import MODEL, ROLES, filled, layout, save, value
+from checkpoint_model import MODEL, ROLES, WITH_EXPERTS, filled, layout, save, value
 from ranks_as_threads import run
 from safetensors import safe_open
 
@@ -31,8 +32,10 @@ def bits(array: np.ndarray) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def load_and_compare(backend: Any, folder: Path, mesh: tuple[int, int, int]) -> dict[str, str]:
-    roles = filled(backend, layout(mesh), empty=True)
+def load_and_compare(
+    backend: Any, folder: Path, mesh: tuple[int, ...], model: dict[str, Any] = MODEL
+) -> dict[str, str]:
+    roles = filled(backend, layout(mesh, model), empty=True)
     manifest = read_manifest(folder)
     check_tensors(folder, manifest, roles)
     for role, weights in roles.items():
@@ -54,6 +57,23 @@ def test_a_checkpoint_of_any_layout_loads_into_every_other_bit_for_bit(
     for mesh in MESHES:
         digests = run(int(np.prod(mesh)), load_and_compare, folder, mesh)
         assert all(digest == told for digest in digests), mesh
+
+
+def test_experts_go_from_any_split_to_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Data, model, stages, rows, experts, inside of experts; an expert's matrix is cut in chunks.
+    meshes = [(1, 1), (4, 1, 1, 1, 4), (2, 2, 1, 1, 2, 2), (2, 1, 2, 1, 2)]
+    in_chunks = partial(plan_chunks, chunk_bytes=500)
+    monkeypatch.setattr("mindgrpo.checkpoint.save.plan_chunks", in_chunks)
+    for saved in meshes[:3]:
+        run_directory = tmp_path / str(meshes.index(saved))
+        ranks = int(np.prod(saved[:3]))
+        folder = run(ranks, save, run_directory, saved, False, 3, WITH_EXPERTS)[0]
+        told = read_manifest(folder).sums
+        for mesh in meshes:
+            digests = run(int(np.prod(mesh[:3])), load_and_compare, folder, mesh, WITH_EXPERTS)
+            assert all(digest == told for digest in digests), mesh
 
 
 def test_its_files_are_safetensors_that_others_read(tmp_path: Path) -> None:
@@ -107,6 +127,10 @@ def test_chunks_are_cut_where_a_file_would_have_to_be_read_whole() -> None:
     assert [part.start[0] for part in parts] == [2, 4, 6, 8]
     assert parts[-1].stop == (9, 5)
     assert list(cut(Box((), ()), 1)) == [Box((), ())]
+    experts = list(cut(Box((2, 1, 0), (4, 5, 3)), 2 * 12))
+    assert [part.start for part in experts] == [(2, 1, 0), (2, 3, 0), (3, 1, 0), (3, 3, 0)]
+    assert {part.shape for part in experts} == {(1, 2, 3)}
+    assert len(list(cut(Box((2, 1, 0), (4, 5, 3)), 2 * 48))) == 1
     assert Chunk("a", "b", box).key == "a/b[2:9,1:5]"
 
 

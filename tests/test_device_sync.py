@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_nested_splits import moe_specs
 from test_reshard_plan import layouts
 
 from mindgrpo.backend.connect import connect
@@ -24,7 +25,9 @@ from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.weight_sync.execute import DeviceRounds
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import FirstHolders
+from mindgrpo.weights.checksum import PartSums, host_sums
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,17 @@ def test_every_bit_arrives_where_it_belongs(device: Backend) -> None:
     source, target = layouts(Mesh(1, 4, 2), Mesh(4, 2))
     moved(device, source, target, "float32", 1 << 20)
     moved(device, target, source, "float16", 1 << 12)
+
+
+def test_every_bit_of_experts_arrives_where_it_belongs(device: Backend) -> None:
+    specs = tuple(s for s in moe_specs(1, 8, 6, 4, 11, (4, 2, 2)) if len(s.shape) == 3)
+    source = Layout.of(Mesh(4, 1, ep=4), specs)
+    target = Layout.of(Mesh(2, 2, ep=2, emp=2), specs)
+    moved(device, source, target, "float32", 400)
+    moved(device, target, source, "float16", 1 << 20)
+    weights = Weights(target, 1, device)
+    fill_random(weights, seed=4)
+    assert PartSums(device).of(weights) == host_sums(weights)
 
 
 def test_ranks_of_one_layout_give_each_other_what_the_first_holders_have(device: Backend) -> None:

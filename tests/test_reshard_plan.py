@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -244,7 +245,9 @@ def check_sizes(
         for number, parts in enumerate(rounds):
             assert parts, "a round without a part"
             size = sum(part.size for part in parts)
-            assert size <= capacity or (len(parts) == 1 and parts[0].source.shape[0] == 1)
+            # Of experts a row is one of a matrix.
+            *outer, _ = parts[0].source.shape if parts[0].source.shape[1:] else (size, 1)
+            assert size <= capacity or (len(parts) == 1 and prod(outer) == 1)
             sums["from", source, number] += min(size, capacity)
             sums["to", target, number] += min(size, capacity)
     assert max(sums.values(), default=0) * plan.itemsize <= max(bucket_bytes, capacity * 8)

@@ -95,16 +95,23 @@ def plan_chunks(
 
 
 def cut(box: Box, chunk_bytes: int) -> Iterator[Box]:
-    """Cuts `box` along its first dim into boxes of at most `chunk_bytes`, or of one row where that is more."""
+    """Cuts `box` along its first dim into boxes of at most `chunk_bytes`, or of one row where that is more.
+
+    An expert that is more is cut along its own first dim.
+    """
     rows = box.shape[0] if box.shape else 1
     row_bytes = box.size // max(rows, 1) * FLOAT_BYTES
     step = max(1, chunk_bytes // max(row_bytes, 1))
-    if rows <= step:
+    if rows <= step and (row_bytes <= chunk_bytes or len(box.shape) < 3):
         yield box
         return
     for start in range(box.start[0], box.stop[0], step):
         stop = min(start + step, box.stop[0])
-        yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+        if row_bytes <= chunk_bytes or len(box.shape) < 3:
+            yield Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+            continue
+        for inner in cut(Box(box.start[1:], box.stop[1:]), chunk_bytes):
+            yield Box((start, *inner.start), (stop, *inner.stop))
 
 
 @dataclass(frozen=True)

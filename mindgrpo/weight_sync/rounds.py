@@ -1,14 +1,15 @@
 """Cuts what moves between two ranks into rounds of bounded size, in the form in which both sides store it.
 
 Parts that are stored side by side on both sides move as one; a part that is too large for a round is cut along its
-first stored dim, and so what was contiguous still is. The two ranks of a pair compute the same.
+first stored dim, and an expert that is by itself too large along its second, and so what was contiguous still is. The
+two ranks of a pair compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -27,15 +28,16 @@ class Transfer:
     def size(self) -> int:
         return self.source.size
 
-    def rows(self, first: int, last: int) -> Transfer:
+    def rows(self, first: int, last: int, dim: int = 0) -> Transfer:
         """Returns the part from row `first` of the stored tensors' part to row `last`, which is not in it."""
-        return Transfer(*(_rows(region, first, last) for region in (self.source, self.target)))
+        return Transfer(*(_rows(region, first, last, dim) for region in (self.source, self.target)))
 
 
-def _rows(region: Region, first: int, last: int) -> Region:
-    start = region.slices[0].start
-    rows = slice(start + first, start + last)
-    return replace(region, slices=(rows, *region.slices[1:]))
+def _rows(region: Region, first: int, last: int, dim: int) -> Region:
+    slices = list(region.slices)
+    start = slices[dim].start
+    slices[dim] = slice(start + first, start + last)
+    return replace(region, slices=tuple(slices))
 
 
 def transfers(moves: Iterable[Move], source: Places, target: Places) -> list[Transfer]:
@@ -83,17 +85,27 @@ def in_rounds(moving: Iterable[Transfer], capacity: int) -> list[list[Transfer]]
     """Fills rounds of `capacity` elements in turn, each of at least one row."""
     rounds: list[list[Transfer]] = []
     free = 0
-    for part in moving:
-        num_rows = part.source.shape[0]
+    for part, dim in chain.from_iterable(_with_dims(part, capacity) for part in moving):
+        num_rows = part.source.shape[dim]
         width, first = part.size // num_rows, 0
         while first < num_rows:
             if not rounds or free < width:
                 rounds.append([])
                 free = capacity
             taken = min(num_rows - first, max(1, free // width))
-            rounds[-1].append(part.rows(first, first + taken))
+            rounds[-1].append(part.rows(first, first + taken, dim))
             first, free = first + taken, free - taken * width
     return rounds
+
+
+def _with_dims(part: Transfer, capacity: int) -> Iterator[tuple[Transfer, int]]:
+    """Yields parts with the dim that they are to be cut along: experts that are larger than a round one by one."""
+    shape = part.source.shape
+    if len(shape) < 3 or part.size <= capacity * shape[0]:
+        yield part, 0
+        return
+    for index in range(shape[0]):
+        yield part.rows(index, index + 1), 1
 
 
 def pair_capacity(plan: Plan, bucket_bytes: int) -> int:
