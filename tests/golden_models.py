@@ -14,7 +14,13 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.packing import MicroShape, PackedRow, Placed, micro_batches
+from mindgrpo.algorithm.packing import (
+    MicroShape,
+    PackedRollout,
+    PackedRow,
+    Placed,
+    micro_batches,
+)
 from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
@@ -30,7 +36,7 @@ from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text")
+FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text", "qwen3_moe", "mixtral")
 
 
 @dataclass(frozen=True)
@@ -77,10 +83,11 @@ def loaded_weights(golden: Golden, backend: Backend) -> Weights:
 class Logits(nn.Cell):
     def __init__(self, shard: Shard, num_positions: int) -> None:
         super().__init__()
-        self.stage, self.head = Stage(shard, num_positions), Head(shard)
+        self.stage, self.head = Stage(shard, num_positions, chooses=True), Head(shard)
 
     def construct(self, tokens: Any, positions: Any, spans: Any) -> Any:
-        return self.head(self.stage(tokens, positions, spans, ops.expand_dims(positions, 0)))
+        x = self.stage(tokens, positions, spans, ops.expand_dims(positions, 0))
+        return self.head(x[0] if self.stage.chooses else x)
 
 
 def train(
@@ -94,7 +101,11 @@ def train(
     policy = Policy(golden.config, golden.layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     rollout = golden.rollout
-    (batch,) = micro_batches(rollout, rows, shape, 1, 0)
+    packed = PackedRollout(rollout)
+    batches = micro_batches(rollout, rows, shape, 1, 0)
+    if golden.config.moe is not None:
+        policy.pipeline.record(batches, packed)
+    (batch,) = policy.pipeline.planned(batches, packed)
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
     ones = batch.spread(np.ones(len(rollout), np.float32))
     unread = (ones, np.zeros(len(ones), np.int32), ones)

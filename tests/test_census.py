@@ -18,6 +18,7 @@ from graph_census import Census, aclnn_primitives, aicpu_primitives, by_primitiv
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.packing import NO_PLAN
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import AloneGroup, Backend, Group
 from mindgrpo.backend.dtypes import Dtype
@@ -27,6 +28,7 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder import (
     KEEP_ALL,
+    PLAN,
     WHOLE_LAYERS,
     LogProbStage,
     Recompute,
@@ -166,7 +168,10 @@ class Model:
         return x.astype(ms.bfloat16 if self.device.compute_dtype == "bfloat16" else ms.float16)
 
 
-STAGE_INPUTS = (zeros(1, TOKENS), zeros(1, TOKENS, 3), zeros(1, 1, TOKENS))
+STAGE_INPUTS = (
+    *(zeros(1, TOKENS), zeros(1, TOKENS, 3), zeros(1, 1, TOKENS)),
+    *(Tensor(NO_PLAN) for _ in PLAN),
+)
 HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))
 
 

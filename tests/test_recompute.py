@@ -19,9 +19,17 @@ from mindspore import Tensor, nn, ops
 from small_generators import WITH_AVX512
 
 from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.packing import NO_PLAN
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
-from mindgrpo.models.decoder import WHOLE_LAYERS, LogProbStage, Recompute, Stage, StageForward
+from mindgrpo.models.decoder import (
+    PLAN,
+    WHOLE_LAYERS,
+    LogProbStage,
+    Recompute,
+    Stage,
+    StageForward,
+)
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
@@ -80,7 +88,7 @@ def shard_of(
 TOKEN_IDS = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
 SPANS = Tensor(np.zeros((1, TOKENS, 3), np.int32))
 COLUMNS = Tensor(np.arange(TOKENS, dtype=np.int32)[None, None])
-STAGE_INPUTS = (TOKEN_IDS, SPANS, COLUMNS)
+STAGE_INPUTS = (TOKEN_IDS, SPANS, COLUMNS, *(Tensor(NO_PLAN) for _ in PLAN))
 DY = Tensor(np.ones((TOKENS, 32), np.float32))
 
 

@@ -19,6 +19,8 @@ from mindgrpo.errors import UserError
 
 # Heads run over this many sizes at most, each a compile of its own.
 PICK_BUCKETS = 4
+# An input of graphs that none of them reads.
+NO_PLAN = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,12 @@ class Placed:
         """int [completion]: the columns that predict the completion's tokens."""
         own = np.arange(self.start, self.start + max(0, self.completion - 1))
         return np.concatenate([[self.prompt_start + self.prompt - 1], own])[: self.completion]
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """int [prompt + completion - 1]: the columns of the prompt, then of the sample's own tokens."""
+        own = np.arange(self.start, self.start + max(0, self.completion - 1))
+        return np.concatenate([np.arange(self.prompt_start, self.prompt_start + self.prompt), own])
 
 
 PackedRow = tuple[Placed, ...]
@@ -178,7 +186,8 @@ class MicroBatch:
     int32: `tokens` [R, L]; `positions` [R, T] and `spans` [R, T, 3] (backend/kernels/contract.py) of whole rows;
     `picks` [M], the positions among R * L that predict, -1 on padding, and `labels` [M], what comes after them.
     `actions` bool [M] says which labels the policy wrote; padding is none. `arrays` [R, L, ...] are the declared
-    per-token arrays that are inputs.
+    per-token arrays that are inputs. This rank is number `part` of the G. `routes` int32 [layers, R L, K] are the
+    experts of its tokens, and `order`, `counts` and `home` the plan of them (models/expert_plan.py); [1] without one.
     """
 
     rows: tuple[PackedRow, ...]
@@ -191,6 +200,16 @@ class MicroBatch:
     actions: np.ndarray
     predicted: tuple[Predicted, ...]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    part: int = 0
+    routes: np.ndarray = field(default_factory=NO_PLAN.copy)
+    order: np.ndarray = field(default_factory=NO_PLAN.copy)
+    counts: np.ndarray = field(default_factory=NO_PLAN.copy)
+    home: np.ndarray = field(default_factory=NO_PLAN.copy)
+
+    @property
+    def own_columns(self) -> np.ndarray:
+        """Returns int32 [R, L], the columns of this rank's tokens."""
+        return self.columns[self.part]
 
     def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
         """Spreads per-sample scalars or per-token arrays over the predicting positions: float32 [M], 0 on padding."""
@@ -362,6 +381,7 @@ def _arrays(
         actions,
         tuple(predicted),
         own_arrays,
+        part,
     )
 
 
@@ -369,10 +389,13 @@ class PackedRollout:
     """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
 
     `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
+    `routes` are the experts of each sample's tokens in the layers of this rank, once a forward pass has recorded them
+    (models/expert_plan.py).
     """
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
+        self.routes: Mapping[int, np.ndarray] | None = None
         self._pack = cache(partial(pack, rollout))
         self._micro_batches = cache(partial(micro_batches, rollout))
 

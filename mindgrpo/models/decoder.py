@@ -14,27 +14,37 @@ from typing import Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.attention import Attention
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.log_probs import TokenLogProbs
+from mindgrpo.models.moe import MixtureOfExperts
 from mindgrpo.models.parallel_cells import Same, UnsharedRows
 from mindgrpo.models.shard import Shard
 
 
 class StageInputs(NamedTuple):
     """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3], and columns
-    int32 [G, R, T / G] of the G ranks that share the rows.
+    int32 [G, R, T / G] of the G ranks that share the rows; routes and the plan of them, of each layer with experts.
 
-    As in backend/kernels/contract.py. Graphs take these in this order: a new input is a field here and of the
-    micro-batch, and is named again only by the cell that reads it.
+    As in backend/kernels/contract.py and expert_plan.py. Graphs take these in this order: a new input is a field here
+    and of the micro-batch, and is named again only by the cell that reads it.
     """
 
     positions: Any
     spans: Any
     columns: Any
+    routes: Any
+    order: Any
+    counts: Any
+    home: Any
+
+
+# The inputs of layers with experts, which follow those of all layers.
+OF_ALL_LAYERS = 3
+PLAN = StageInputs._fields[OF_ALL_LAYERS:]
 
 
 class HeadInputs(NamedTuple):
@@ -151,8 +161,11 @@ class GatedMlp(nn.Cell):
         return self.leave(self.down(self.glu(gate_up)), gate_up)
 
 
-def feed_forward(shard: Shard, index: int) -> nn.Cell:
-    """Returns the feed-forward of layer `index`, as its LayerKind asks."""
+def feed_forward(shard: Shard, index: int, chooses: bool) -> nn.Cell:
+    """Returns the feed-forward of layer `index`, as its LayerKind asks; `chooses` as in moe.py."""
+    moe = shard.config.moe_of(index)
+    if moe is not None:
+        return MixtureOfExperts(shard, index, moe, chooses)
     return GatedMlp(shard, f"model.layers.{index}.")
 
 
@@ -160,10 +173,18 @@ class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
     A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
-    `context` as in attention.py.
+    `context` as in attention.py. With experts, behind the context follow routes and their plan, or where it `chooses`
+    behind the pair its routes.
     """
 
-    def __init__(self, shard: Shard, index: int, attend: nn.Cell, gets_sum: bool = False) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        index: int,
+        attend: nn.Cell,
+        gets_sum: bool = False,
+        chooses: bool = False,
+    ) -> None:
         super().__init__()
         prefix, norms = f"model.layers.{index}.", shard.config.family.norms
 
@@ -180,26 +201,42 @@ class Layer(nn.Cell):
         self.attention = Attention(shard.within("attention"), prefix, attend)
         self.attention_out = norm(norms.attention_out)
         self.mlp_in = AddNorm(shard, key(norms.mlp_in))
-        self.mlp = feed_forward(shard.within("mlp"), index)
+        self.mlp = feed_forward(shard.within("mlp"), index, chooses)
         self.mlp_out = norm(norms.mlp_out)
+        self.has_experts = shard.config.moe_of(index) is not None
+        self.returns_routes = self.has_experts and chooses
+        self.of_plan = len(PLAN) if self.has_experts and not chooses else 0
 
     def construct(self, x: Any, added: Any, context: Any) -> Any:
         if self.is_entry:
             normed = self.attention_in(x)
         else:
             x, normed = self.attention_in(x, added)
-        x, normed = self.mlp_in(x, self.attention_out(self.attention(normed, context)))
-        return x, self.mlp_out(self.mlp(normed))
+        of_attention = len(context) - self.of_plan
+        attended = self.attention(normed, context[:of_attention])
+        x, normed = self.mlp_in(x, self.attention_out(attended))
+        if not self.has_experts:
+            return x, self.mlp_out(self.mlp(normed))
+        y, routes = self.mlp(normed, context[of_attention:])
+        if self.returns_routes:
+            return x, self.mlp_out(y), routes
+        return x, self.mlp_out(y)
 
 
 class SummedLayer(nn.Cell):
-    """(x_NH, context) -> x_NH: one flow between layers, so that a layer that is computed again keeps one tensor."""
+    """(x_NH, context) -> x_NH: one flow between layers, so that a layer that is computed again keeps one tensor.
+
+    With the layer's routes, where it returns them.
+    """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.returns_routes = layer, layer.returns_routes
 
     def construct(self, x: Any, context: Any) -> Any:
+        if self.returns_routes:
+            x, added, routes = self.layer(x, x, context)
+            return x + added, routes
         x, added = self.layer(x, x, context)
         return x + added
 
@@ -234,7 +271,8 @@ class Rotary:
 class Stage(nn.Cell):
     """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`.
 
-    With `is_causal` each row is one run, as in backend/kernels/contract.py.
+    With `is_causal` each row is one run, as in backend/kernels/contract.py. A stage with experts that `chooses` them
+    reads no plan, and returns its layers' routes int32 [layers, N, K] behind x.
     """
 
     def __init__(
@@ -243,9 +281,17 @@ class Stage(nn.Cell):
         num_positions: int,
         recompute: Recompute = KEEP_ALL,
         is_causal: bool = False,
+        chooses: bool = False,
     ) -> None:
         super().__init__()
         heads = shard.attended_heads()
+        has_experts = [shard.config.layers[index].has_experts for index in shard.layers]
+        self.chooses = chooses and any(has_experts)
+        self.reads_plan = not chooses and any(has_experts)
+        # The number of each layer among those with experts.
+        self.plan_of = tuple(
+            sum(has_experts[:i]) if own else -1 for i, own in enumerate(has_experts)
+        )
         self.is_first = shard.is_first
         if shard.is_first:
             self.embed = Embedding(shard)
@@ -267,7 +313,7 @@ class Stage(nn.Cell):
             of_layer = sharing.within(recompute.applies_to(index)).keeping(are_kept)
             again = are_kept and shard.context_group.size > 1
             attend = of_layer.cell(rotary.attention, heads, kind, is_causal, again)
-            layer = Layer(of_layer, index, attend, gets_sum=True)
+            layer = Layer(of_layer, index, attend, gets_sum=True, chooses=chooses)
             recompute.apply(layer, index)
             layers.append(SummedLayer(layer))
         self.layers = nn.CellList(layers)
@@ -280,17 +326,37 @@ class Stage(nn.Cell):
 
         MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
         """
-        return self.flows(x, self.contexts(inputs), len(self.layers))[-1]
+        contexts = self.contexts(inputs)
+        if not self.chooses:
+            return self.flows(x, contexts, len(self.layers))[-1]
+        if self.is_first:
+            x = self.embed(x.reshape(-1))
+        routes = []
+        for i in range(len(self.layers)):
+            if self.plan_of[i] >= 0:
+                x, own = self.layers[i](x, contexts[i])
+                routes.append(own)
+            else:
+                x = self.layers[i](x, contexts[i])
+        return x, ops.stack(routes)
 
     def contexts(self, inputs: Any) -> Any:
         """Makes each layer's context of StageInputs."""
-        positions, spans, columns = inputs
+        positions, spans, columns = inputs[:OF_ALL_LAYERS]
         tables = []
         for rope_and_mask in self.rope_and_masks:
             tables.append(rope_and_mask(positions, spans, columns))
+        plans = []
+        if self.reads_plan:
+            for planned in inputs[OF_ALL_LAYERS:]:
+                plans.append(ops.unstack(planned))
         contexts = []
-        for table in self.rotary_of:
-            contexts.append(tables[table])
+        for i in range(len(self.rotary_of)):
+            context = tables[self.rotary_of[i]]
+            if self.reads_plan and self.plan_of[i] >= 0:
+                for planned in plans:
+                    context = (*context, planned[self.plan_of[i]])
+            contexts.append(context)
         return contexts
 
     def flows(self, x: Any, contexts: Any, count: int) -> Any:
@@ -343,7 +409,8 @@ class Head(nn.Cell):
 
 
 class LogProbStage(nn.Cell):
-    """A last stage: (x, *StageInputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels."""
+    """A last stage: (x, *StageInputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels, and the stage's routes
+    where it returns some."""
 
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
@@ -367,7 +434,10 @@ class LogProbStage(nn.Cell):
 
     def compute(self, x: Any, inputs: Any) -> Any:
         """Computes the same from (*StageInputs, *HeadInputs) as one tuple, like Stage."""
-        return self.head(self.stage.compute(x, inputs[: self.of_stage]), inputs[self.of_stage :])
+        made = self.stage.compute(x, inputs[: self.of_stage])
+        if not self.stage.chooses:
+            return self.head(made, inputs[self.of_stage :])
+        return (*self.head(made[0], inputs[self.of_stage :]), made[1])
 
     def head(self, x: Any, inputs: Any) -> Any:
         """Computes what follows the layers: (x_NH, HeadInputs as one tuple) -> (log p [M], entropy [M])."""

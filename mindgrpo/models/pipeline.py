@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
@@ -19,6 +21,7 @@ from mindgrpo.algorithm.schedule import Actions, Exchange, Pass, pipeline_schedu
 from mindgrpo.backend.contract import Backend, Group, Link
 from mindgrpo.models.decoder import (
     KEEP_ALL,
+    PLAN,
     HeadInputs,
     LogProbStage,
     Recompute,
@@ -27,6 +30,7 @@ from mindgrpo.models.decoder import (
     StageInputs,
     tensors_of,
 )
+from mindgrpo.models.expert_plan import merge_routes, routes_by_sample, with_plan
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
@@ -38,7 +42,8 @@ class StageChunk:
     """One chunk of a stage's layers: `forward` is its compiled graph, `net` the layers with the head, on the last one.
 
     With `keeps_flows`, it also returns what its layers get, for a backward pass; the last one by a graph of its own, or
-    not at all (Stage.hands_inputs_on).
+    not at all (Stage.hands_inputs_on). `planned` are its layers among those of the stage that have experts: with them,
+    `forward` is another graph than what hands flows on, as it chooses experts and the other reads a plan.
     """
 
     def __init__(
@@ -51,25 +56,47 @@ class StageChunk:
         recompute: Recompute,
         is_causal: bool,
         keeps_flows: bool,
+        planned: slice,
     ) -> None:
         self.shard, self.name = shard, name
         self.is_first, self.is_last = shard.is_first, shard.is_last
         # What a stage keeps for later it computes once more in any case.
         again = recompute if shard.is_last else KEEP_ALL
+
+        def with_head(stage: Stage) -> LogProbStage | None:
+            return LogProbStage(stage, shard, temperature, LOGITS_BYTES) if shard.is_last else None
+
         self.stage = Stage(shard, num_positions, again, is_causal)
-        self.net = None
-        if shard.is_last:
-            self.net = LogProbStage(self.stage, shard, temperature, LOGITS_BYTES)
+        self.net = with_head(self.stage)
         self.hands_inputs_on = keeps_flows and self.stage.hands_inputs_on
         own = StageForward(self.stage) if self.hands_inputs_on else self.stage
-        self.forward = backend.graph(self.net or own, f"{name} forward")
-        self.layers = backend.graph(own, f"{name} layers") if self.net else self.forward
+        self.records = self.stage.reads_plan
+        forward: nn.Cell = self.net or own
+        if self.records:
+            choosing = Stage(shard, num_positions, KEEP_ALL, is_causal, chooses=True)
+            forward = with_head(choosing) or choosing
+        self.forward = backend.graph(forward, f"{name} forward")
+        is_same = forward is own
+        self.layers = self.forward if is_same else backend.graph(own, f"{name} layers")
+        self._planned = planned
+
+    def run(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """Runs `forward`; returns what comes out, and the routes of layers with experts."""
+        made = self.forward(x, *inputs)
+        out = list(made) if isinstance(made, tuple) else [made]
+        return out, out.pop() if self.records else None
 
     def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns what goes on to the next chunk, and what the layers got: nothing where no flows are kept."""
         made = self.layers(x, *inputs)
         y, *flows = made if isinstance(made, tuple) else (made,)
         return y, flows
+
+    def inputs(self, batch: MicroBatch) -> tuple[Tensor, ...]:
+        """Returns the StageInputs of a micro-batch that is planned, its plan that of the chunk's layers."""
+        if self.records:
+            batch = replace(batch, **{name: getattr(batch, name)[self._planned] for name in PLAN})
+        return tensors_of(StageInputs, batch)
 
 
 class HandOvers:
@@ -121,10 +148,14 @@ class ForwardPipeline:
         rank = shard.weights.rank
         self.shard = shard
         self.shapes = shape_choice(shard, backend, widest)
+        self.is_trained = keeps_flows
         self.progress = partial(backend.health.progress, "micro-batches")
         self._show = lambda name: backend.span(name)
         # A row of one sample is its prompt and then its completion: nothing that a mask would have to say.
         is_causal = widest.max_per_row == 1
+        layers = shard.config.layers
+        ends = np.cumsum([sum(layers[i].has_experts for i in own.layers) for own in shard.chunks])
+        planned = [slice(*ends_of) for ends_of in pairwise([0, *ends.tolist()])]
         self.chunks = tuple(
             StageChunk(
                 own,
@@ -135,6 +166,7 @@ class ForwardPipeline:
                 recompute,
                 is_causal,
                 keeps_flows,
+                planned[number],
             )
             for number, own in enumerate(shard.chunks)
         )
@@ -142,6 +174,8 @@ class ForwardPipeline:
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
+        # With the same layers, they compute other tokens.
+        self.same_layers = backend.group(mesh.group(rank, ("dp", "cp"))) if ends[-1] else None
         activations = self.activations(widest.tokens)
         self.links: dict[int, Link] = {}
         # In one order on all ranks: each end waits for the other's.
@@ -168,9 +202,15 @@ class ForwardPipeline:
         sizes = self.num_stages, len(self.chunks), num_micro_batches
         return pipeline_schedule(*sizes, has_backward)[self.stage_index]
 
-    def log_probs(self, batches: Sequence[MicroBatch]) -> list[Predictions] | None:
-        """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage."""
+    def log_probs(
+        self, batches: Sequence[MicroBatch], routes: list[np.ndarray] | None = None
+    ) -> list[Predictions] | None:
+        """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage.
+
+        `routes` gets the experts of every micro-batch's tokens, int32 [layers, N, K] of the stage's layers with some.
+        """
         results = []
+        recorded: list[list[np.ndarray]] = [[] for _ in batches]
         others = HandOvers(self, batches)
         for action in self.actions(len(batches), has_backward=False):
             if isinstance(action, Exchange):
@@ -182,12 +222,40 @@ class ForwardPipeline:
             x = Tensor(batch.tokens) if chunk.is_first else others.take(action)
             inputs = tensors_of(StageInputs, batch)
             with self.span(action):
+                if chunk.is_last:
+                    inputs += tensors_of(HeadInputs, batch)
+                out, chosen = chunk.run(x, inputs)
+                if chosen is not None and routes is not None:
+                    recorded[action.micro_batch].append(chosen.asnumpy())
                 if not chunk.is_last:
-                    others.make(action, chunk.forward_flows(x, inputs)[0])
+                    others.make(action, out[0])
                     continue
-                logp, entropy = chunk.forward(x, *inputs, *tensors_of(HeadInputs, batch))
-                results.append((logp.asnumpy(), entropy.asnumpy()))
+                results.append((out[0].asnumpy(), out[1].asnumpy()))
+        if routes is not None:
+            routes += [np.concatenate(own) for own in recorded]
         return results if self.has_head else None
+
+    def record(
+        self, batches: Sequence[MicroBatch], packed: PackedRollout
+    ) -> list[Predictions] | None:
+        """Returns log_probs; of a model with experts that is trained, `packed` keeps the routes of its samples.
+
+        All ranks with the same layers together, whose micro-batches have all samples.
+        """
+        if self.same_layers is None or not self.is_trained:
+            return self.log_probs(batches)
+        routes: list[np.ndarray] = []
+        results = self.log_probs(batches, routes)
+        by_rank = self.same_layers.gather_objects(routes_by_sample(batches, routes))
+        packed.routes = merge_routes(by_rank)
+        return results
+
+    def planned(self, batches: Sequence[MicroBatch], packed: PackedRollout) -> Sequence[MicroBatch]:
+        """Returns the micro-batches with plans of the routes that are recorded; where none are, `batches`."""
+        moe = self.shard.config.moe
+        if packed.routes is None or moe is None:
+            return batches
+        return [with_plan(batch, packed.routes, moe.num_experts) for batch in batches]
 
 
 def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:
@@ -236,7 +304,7 @@ def compute_log_probs(
         shape = pipeline.shapes.choose(packed, mesh.dp)
         part = mesh.index(backend.rank, "cp")
         batches = packed.micro_batches(shape, mesh.dp, index, part=part)
-        samples = by_sample(batches, pipeline.log_probs(batches), pipeline.shard.context_group)
+        samples = by_sample(batches, pipeline.record(batches, packed), pipeline.shard.context_group)
         if mesh.group(backend.rank, ("cp", "mp"))[0] == backend.rank:
             own = {i: logps for i, (logps, _) in samples.items()}
     merged: dict[int, np.ndarray] = {}

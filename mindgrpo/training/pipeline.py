@@ -9,7 +9,7 @@ from mindspore import Tensor
 
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.schedule import Exchange, Pass
-from mindgrpo.models.decoder import HeadInputs, StageInputs, tensors_of
+from mindgrpo.models.decoder import HeadInputs, tensors_of
 from mindgrpo.models.pipeline import ForwardPipeline, HandOvers, Predictions
 from mindgrpo.training.stage_graphs import LossInputs
 
@@ -64,7 +64,7 @@ class _StageRun:
         # Else the last chunk's forward pass is part of its backward graph.
         if chunk.hands_inputs_on:
             with self._span(own):
-                y, flows = chunk.forward_flows(x, tensors_of(StageInputs, batch))
+                y, flows = chunk.forward_flows(x, chunk.inputs(batch))
             if not chunk.is_last:
                 self.others.make(own, y)
                 self._flows[at] = flows
@@ -75,7 +75,7 @@ class _StageRun:
         chunk, at = self._chunks[own.chunk], (own.chunk, own.micro_batch)
         batch, compute = self._batches[own.micro_batch], self._backward[own.chunk]
         x, flows = self._inputs.pop(at), self._flows.pop(at, ())
-        inputs = tensors_of(StageInputs, batch)
+        inputs = chunk.inputs(batch)
         if not chunk.is_last:
             dy = self.others.take(own)
             with self._span(own):

@@ -46,6 +46,12 @@ def accumulate_gradients(
     """
     mesh = policy.weights.layout.mesh
     share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
+    if policy.pipeline.same_layers is not None and packed.routes is None:
+        # Whoever wanted no log-probs of before has no routes of before either.
+        whole = packed.micro_batches(
+            policy.pipeline.shapes.choose(packed, mesh.dp), mesh.dp, share, part=part
+        )
+        policy.pipeline.record(whole, packed)
     with_gradient, forward_only = _split(policy, batch, packed, members, weights)
     own: PerSample = {}
     rows: list[PackedRow] = []
@@ -56,7 +62,8 @@ def accumulate_gradients(
         shape = shapes.choose(packed, mesh.dp, samples)
         micro_batches = packed.micro_batches(shape, mesh.dp, share, samples, part)
         if samples is with_gradient:
-            results = _backward(policy, batch, micro_batches, weights)
+            planned = policy.pipeline.planned(micro_batches, packed)
+            results = _backward(policy, batch, planned, weights)
         else:
             results = policy.pipeline.log_probs(micro_batches)
         own |= by_sample(micro_batches, results, policy.shard.context_group)
@@ -93,7 +100,7 @@ def _split(
 
 
 def _backward(
-    policy: Policy, batch: TrainBatch, micro_batches: list[MicroBatch], weights: np.ndarray
+    policy: Policy, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: np.ndarray
 ) -> list[Predictions] | None:
     """Accumulates the micro-batches' gradients; returns their results, None unless this is the last stage."""
     config = policy.settings.loss_config

@@ -57,6 +57,16 @@ GEMMA3 = {
     "sliding_window": 20,  # the longest sequence
     "rope_local_base_freq": 50.0,
 }
+# Each stage of two has layers with experts; the first one a dense layer as well.
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+}
 # Only moved, never computed with: 5 layers make stages of 3 + 2 and of 2 + 1 + 1 + 1.
 MOVED = QWEN2 | {"num_hidden_layers": 5, "num_attention_heads": 8}
 
@@ -116,6 +126,8 @@ RECIPES = {
     "olmo2": Recipe(OLMO2, sampling={"stop_ids": tuple(range(6))}, in_loop=False),
     # Its distributions are sharp: with more stop ids some completions end early.
     "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
+    # The second iteration computes the experts of before the first one.
+    "experts": Recipe(QWEN3_MOE, num_iterations=2, in_loop=False),
     "low rank": Recipe(DEEPER, lora=(3, 6.0)),
     "dapo": Recipe(
         QWEN2,

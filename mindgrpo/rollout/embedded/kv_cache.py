@@ -215,6 +215,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
         "scaled embeddings": family.scaled_embeddings,
         "a scale of its own on queries": config.query_scale != config.head_dim**-0.5,
         "local layers": any(layer.is_local for layer in config.layers),
+        "layers with experts": any(layer.has_experts for layer in config.layers),
     }
     return [option for option, is_there in options.items() if is_there]
 

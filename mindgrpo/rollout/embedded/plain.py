@@ -86,7 +86,7 @@ class Decode(nn.Cell):
         added = x
         for i in range(len(self.layers)):
             context = (mask, angles[self.rotary_of[i]], cache_rows, pages)
-            x, added = self.layers[i](x, added, context)
+            x, added = self.layers[i](x, added, context)[:2]
         logits = self.head(x + added)
         seen = logits
         if self.penalises:
@@ -123,7 +123,7 @@ class Prefill(nn.Cell):
         added = x
         for i in range(len(self.layers)):
             context = (self.mask, angles[self.rotary_of[i]], source, cache_rows)
-            x, added = self.layers[i](x, added, context)
+            x, added = self.layers[i](x, added, context)[:2]
         # What follows the last keys and values is no part of any result, so the compiler leaves it out.
         return source
 
@@ -142,7 +142,7 @@ class MarkSeen(nn.Cell):
 def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:
     shard = shard.sharing_cells()
     pairs = zip(shard.layers, attends, strict=True)
-    return nn.CellList([Layer(shard, index, attend) for index, attend in pairs])
+    return nn.CellList([Layer(shard, index, attend, chooses=True) for index, attend in pairs])
 
 
 class PlainDecoder:
