@@ -18,6 +18,7 @@ from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.model_files import SafetensorsDirectory, SafetensorsWriter
 
 if TYPE_CHECKING:
@@ -74,16 +75,20 @@ def make_inputs(folder: Path, layers: int = 1) -> None:
     raw = MODEL | {"num_hidden_layers": layers}
     (model / "config.json").write_text(json.dumps(raw))
     draw = np.random.default_rng(0)
-    specs = parameter_specs(decoder_config(raw, "here"))
-    with SafetensorsWriter(model, {spec.name: spec.shape for spec in specs}) as writer:
-        for spec in specs:
-            norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")
-            noise = 0.1 * draw.standard_normal(spec.shape, dtype=np.float32)
-            writer.add(spec.name, np.ones(spec.shape, np.float32) if norm else noise)
+    values = {}
+    for spec in parameter_specs(decoder_config(raw, "here")):
+        norm = len(spec.shape) == 1 and spec.name.endswith("norm.weight")
+        noise = 0.1 * draw.standard_normal(spec.shape, dtype=np.float32)
+        values[spec.name] = np.ones(spec.shape, np.float32) if norm else noise
+    tensors = file_tensors({name: own.shape for name, own in values.items()}, "per_expert")
+    with SafetensorsWriter(model, {tensor.name: tensor.shape for tensor in tensors}) as writer:
+        for tensor in tensors:
+            rows = tensor.rows.made_of(lambda name, box: values[name][box.slices])
+            writer.add(tensor.name, rows)
     for name in TOKENIZER_FILES:
         shutil.copy(EXAMPLE / "model" / name, model / name)
-    rows = (EXAMPLE / "train.jsonl").read_text().splitlines()[:NUM_ROWS]
-    (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
+    lines = (EXAMPLE / "train.jsonl").read_text().splitlines()[:NUM_ROWS]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "small.yaml").write_text(CONFIG)
 
 

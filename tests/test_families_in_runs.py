@@ -1,4 +1,5 @@
-"""Whole small runs of families whose block the decode loop in C does not compute: notice, memory, gaps, files.
+"""Whole small runs of families that differ most, or that the decode loop in C does not compute: notice, memory, gaps,
+files.
 
 Does not prove that the block is the family's (test_golden_models.py does), nor several ranks (test_distributed.py).
 """
@@ -15,7 +16,9 @@ from test_memory_account import plan_of
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.grpo.roles import Roles
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.rollout.embedded.kv_cache import missing_options
 from mindgrpo.weights.model_files import SafetensorsDirectory
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,12 +31,27 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"head_dim": 8, "query_pre_attn_scalar": 16, "sliding_window": 46},
         ["--actor_config.lora.rank", "2"],
     ),
+    "qwen3_moe": (
+        {
+            "head_dim": 8,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        [
+            *("--actor_config.recompute_config.select_recompute", "[mlp]"),
+            *("--rl_config.num_iterations", "2"),
+        ],
+    ),
 }
 
 
 @WITH_C
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_says_once_that_the_loop_lacks_the_block_and_does_all_the_rest(
+def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
     family: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -52,10 +70,13 @@ def test_a_run_says_once_that_the_loop_lacks_the_block_and_does_all_the_rest(
 
     monkeypatch.setattr(Roles, "__init__", making)
     run = small_runs.run(tmp_path, tmp_path / "run", "--rl_config.max_steps", "2", *words)
-    assert capsys.readouterr().out.count(SENTENCE) == 1
+    in_loop = not missing_options(read_config(tmp_path / "model"))
+    assert capsys.readouterr().out.count(SENTENCE) == (not in_loop)
     steps = read_metrics(run / "metrics.jsonl")
     assert len(steps) == 2
-    assert all(0.0 < step["logprob_gap/max"] < 1e-4 and step["grad_norm"] > 0 for step in steps)
+    gaps = [step["logprob_gap/max"] for step in steps]
+    assert all((gap == 0.0) == in_loop and gap < 1e-4 for gap in gaps)
+    assert all(step["grad_norm"] > 0 for step in steps)
     assert [row.by_role for row in made[0].residency.table()] == [
         row.by_role for row in plan_of(tmp_path, words).memory()
     ]
