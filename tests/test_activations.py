@@ -14,10 +14,10 @@ from mindgrpo.plan.activations import (
     Block,
     ChunkLayers,
     Graphs,
-    Kind,
     forward_bytes,
     update_bytes,
 )
+from mindgrpo.plan.micro_shapes import Kind
 
 TOKENS, HIDDEN, INNER = 10, 8, 12
 HEADS = Heads(queries=2, kv=1, dim=4)

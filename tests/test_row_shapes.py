@@ -20,7 +20,7 @@ from mindgrpo.algorithm.row_shapes import (
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.plan.activations import row_lines, update_shape
+from mindgrpo.plan.micro_shapes import row_lines, update_shape
 
 
 def packed(*lengths: tuple[int, int], group: int = 1) -> PackedRollout:

@@ -20,9 +20,9 @@ from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
-from mindgrpo.plan.activations import row_lines
 from mindgrpo.plan.fit import Verdict, verdict
 from mindgrpo.plan.memory import HostPlan, phase_needs
+from mindgrpo.plan.micro_shapes import row_lines
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype

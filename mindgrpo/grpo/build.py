@@ -29,9 +29,9 @@ from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.precision import loss_scale
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.activations import reference_shape, update_shape
 from mindgrpo.plan.invariance import is_batch_invariant
 from mindgrpo.plan.memory import check_engine, phase_needs
+from mindgrpo.plan.micro_shapes import reference_shape, update_shape
 from mindgrpo.plan.run_plan import RunPlan, generator_bytes
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine

@@ -10,26 +10,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
 
-from mindgrpo.algorithm.context_split import COLUMNS_A_RANK
 from mindgrpo.algorithm.packing import MicroShape
-from mindgrpo.algorithm.row_shapes import MAX_SHAPES, SHORTEST, row_lengths
 from mindgrpo.algorithm.schedule import chunks_in_flight
-from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
-from mindgrpo.config import Config
-from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.models.lora import adapter_specs
-from mindgrpo.models.precision import compute_dtype, flash_attention, plain_kernels
+from mindgrpo.models.precision import compute_dtype
 from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.plan.micro_shapes import Kind, kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.run_plan import RunPlan
 
-# Kernels of the processor; fused operations of a device; MindSpore's own operations, which keep whole score matrices.
-Kind = Literal["native", "fused", "plain"]
 FLOAT = ITEM_BYTES["float32"]
 WHOLE_LAYER = frozenset(("attention", "mlp"))
 # What flash attention keeps of each query's softmax: its maximum and its sum, eight float32 each.
@@ -276,71 +269,6 @@ def _head(graphs: Graphs, with_gradient: bool) -> int:
 
 def _chunk_rows(graphs: Graphs) -> int:
     return max(1, graphs.logits_bytes // (FLOAT * graphs.vocabulary))
-
-
-def update_shape(config: Config, ragged: bool) -> MicroShape:
-    """Returns the widest shape of an update's micro-batch on each data-parallel rank; `ragged` is the kernels'."""
-    rl = config.rl_config
-    rows = rl.batch_size // rl.micro_batch_interleaved
-    return _micro_shape(config, rows, ragged, config.actor_config.parallel_config)
-
-
-def reference_shape(config: Config, ragged: bool) -> MicroShape:
-    """Does the same of the reference's."""
-    rows = config.ref_config.ref_model_batch_size
-    return _micro_shape(config, rows, ragged, config.reference_parallel)
-
-
-def _micro_shape(config: Config, rows: int, ragged: bool, parallel: ParallelConfig) -> MicroShape:
-    """Returns `rows` rows of the longest content, or one as long as all of them where kernels are `ragged`.
-
-    Rounded up where ranks share out the tokens.
-    """
-    ranks = parallel.context_ranks
-    rl, generate = config.rl_config, config.generate_config
-    per_row, length = rl.pack_num if rl.packing else 1, rl.seq_length
-    # Environments may give prompts of their own, of any length.
-    if per_row and not rl.has_conversations:
-        longest = generate.max_prompt_length + generate.sampling_config.max_tokens
-        length = min(length, -(-per_row * longest // SHORTEST) * SHORTEST)
-    if ragged and rl.packing:
-        rows, length, per_row = 1, rows * length, per_row and rows * per_row
-    shares = parallel.model_parallel if parallel.splits_tokens else 1
-    unit = ranks * (shares // math.gcd(rows, shares))
-    if ranks > 1:
-        unit = math.lcm(unit, ranks * COLUMNS_A_RANK)
-    return MicroShape(rows, -(-length // unit) * unit, per_row, unit=unit, context_ranks=ranks)
-
-
-def row_lines(config: Config) -> list[str]:
-    """Describes the lengths that rows may have."""
-    ragged = kernel_kind(config) == "native"
-    update, reference = update_shape(config, ragged), reference_shape(config, ragged)
-    shapes = {"update": update, "reference": reference}
-    if config.rl_config.beta == 0 or update.length == reference.length:
-        shapes = {"": update}
-    lines = []
-    for name, shape in shapes.items():
-        *shorter, longest = map(str, row_lengths(shape))
-        lengths = f"{', '.join(shorter)} or {longest}" if shorter else longest
-        rows = f"{shape.rows} rows" if shape.rows > 1 else "one row"
-        title = f"{name} micro-batches" if name else "micro-batches"
-        rounded = f", multiples of {shape.unit} that ranks share out" if shape.unit > 1 else ""
-        lines.append(
-            f"{title}: {rows} of {lengths} tokens, as their content needs{rounded}; at most {MAX_SHAPES} shapes a "
-            "graph in a run"
-        )
-    return lines
-
-
-def kernel_kind(config: Config) -> Kind:
-    """Returns the kind of kernels that the run gets on its device."""
-    target = config.context.target
-    if keeps_slots(target) and config.context.mode == 0:
-        return "native"
-    is_plain = any(name.endswith("attention") for name in plain_kernels(config))
-    is_fused = target.has_fused_attention and flash_attention(config) and not is_plain
-    return "fused" if is_fused else "plain"
 
 
 def activation_bytes(plan: RunPlan) -> Mapping[str, int]:

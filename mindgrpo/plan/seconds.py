@@ -21,8 +21,9 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.activations import WHOLE_LAYER, kernel_kind, reference_shape, update_shape
+from mindgrpo.plan.activations import WHOLE_LAYER
 from mindgrpo.plan.memory import HostPlan
+from mindgrpo.plan.micro_shapes import kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, share_of
 from mindgrpo.plan.sample_counts import SampleCounts, mean_read, prompt_calls
 from mindgrpo.plan.work import FLOAT, FUSED, NATIVE, GraphCounts, LayerWork, Passes, Work

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.plan.activations import row_lines
+from mindgrpo.plan.micro_shapes import row_lines
 
 if TYPE_CHECKING:  # `mindgrpo plan` needs neither
     from mindgrpo.backend.contract import Backend
