@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.backend.kernels.rollout import LocalExperts
+from mindgrpo.backend.kernels.shapes import Heads, Routing
 from mindgrpo.plan.activations import (
     Block,
     ChunkLayers,
@@ -52,6 +53,26 @@ def stage(layers: int, again: frozenset[str] = NOTHING, **other: object) -> Chun
 def test_each_layer_keeps_the_tensors_that_its_backward_pass_reads(kind: Kind) -> None:
     two, five = (update_bytes(graphs(kind), stage(layers)).kept for layers in (2, 5))
     assert five - two == 3 * TOKENS * KEPT_BY[kind]
+
+
+@pytest.mark.parametrize("kind", KEPT_BY)
+def test_a_token_keeps_a_row_for_each_of_its_experts(kind: Kind) -> None:
+    number, chosen, inner = 16, 3, 5
+    experts = LocalExperts(Routing(number, chosen, False, True, 1.0), 0, number, inner, (0,))
+    dense, sparse = graphs(kind), graphs(kind)
+    sparse = replace(sparse, block=replace(sparse.block, inner=0, experts=experts))
+    size = dense.itemsize
+    # What an expert gets and makes; gate and up, which the processors' kernel multiplies again; scores.
+    widths = {"native": 2 * size, "fused": 3 * size, "plain": 4 * 4 + size}[kind]
+    rows = chosen * (2 * HIDDEN * size + inner * widths) + 4 * (number + 2 * chosen)
+    dense_mlp = INNER * (5 * 4 if kind == "plain" else 3 * size)
+    kept = [update_bytes(one, stage(5)).kept for one in (dense, sparse)]
+    assert kept[1] - kept[0] == 5 * TOKENS * (rows - dense_mlp)
+    # A layer of a model with both kinds is counted as the larger.
+    both = replace(sparse, block=replace(sparse.block, inner=1000))
+    assert update_bytes(both, stage(5)).kept == 5 * TOKENS * 1000 * dense_mlp // INNER + (
+        kept[0] - 5 * TOKENS * dense_mlp
+    )
 
 
 @pytest.mark.parametrize("kind", KEPT_BY)

@@ -16,7 +16,7 @@ from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.decoder_config import DecoderConfig, LayerKind, MoeConfig, decoder_config
 from mindgrpo.models.families import FAMILIES
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
-from mindgrpo.models.parameters import num_parameters, parameter_specs
+from mindgrpo.models.parameters import num_active_parameters, num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.plan.run_plan import check_experts
@@ -147,6 +147,13 @@ def test_published_models_have_their_published_number_of_parameters(
     raw: dict[str, Any], count: int
 ) -> None:
     assert num_parameters(decoder_config(raw, "here")) == count
+
+
+def test_a_token_passes_as_many_parameters_as_are_published() -> None:
+    # 30.5B in total, 3.3B activated; 12.9B of Mixtral's 47B (arXiv:2401.04088).
+    models = [decoder_config(raw, "here") for raw in (QWEN3_30B_A3B, MIXTRAL_8X7B)]
+    assert [*map(num_active_parameters, models)] == [3_353_032_704, 12_879_925_248]
+    assert num_active_parameters(read("qwen3")) == num_parameters(read("qwen3"))
 
 
 def test_what_config_json_leaves_out_is_the_familys_default() -> None:

@@ -14,7 +14,11 @@ import yaml
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
-from mindgrpo.models.mindformers_yaml import check_agreement, read_model_yaml
+from mindgrpo.models.mindformers_yaml import (
+    REQUIRED,
+    check_agreement,
+    read_model_yaml,
+)
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype, dtype_notices, flash_attention
 
@@ -89,6 +93,45 @@ def test_a_way_to_extend_positions_that_is_not_computed_is_refused(tmp_path: Pat
     (tmp_path / "other.yaml").write_text(text)
     with pytest.raises(UserError, match="extend_method 'YARN', but only LLAMA3"):
         read_model_yaml(tmp_path / "other.yaml")
+
+
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "intermediate_size": 96,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
+}
+
+
+def test_what_a_file_says_of_experts_is_compared_and_never_taken_over(tmp_path: Path) -> None:
+    model, keys = decoder_config(QWEN3_MOE, "here"), {v: k for k, v in REQUIRED.items()}
+    dims = {keys[name]: value for name, value in QWEN3_MOE.items() if name in keys}
+    dims |= {"model_type": "qwen3_moe", "n_kv_heads": 4}
+
+    def written(**experts: object) -> str:
+        path = tmp_path / "model.yaml"
+        path.write_text(yaml.safe_dump({"model": {"model_config": dims | experts}}))
+        return str(path)
+
+    check_agreement(model, written(), "here")
+    stated = {"num_experts": 8, "num_experts_chosen": 2, "moe_intermediate_size": 24}
+    check_agreement(model, written(**stated), "here")
+    for key, value in (("num_experts", 4), ("num_experts_chosen", 1), ("moe_intermediate_size", 8)):
+        with pytest.raises(UserError, match=f"{key} is {value} in model_config .* but"):
+            check_agreement(model, written(**stated | {key: value}), "here")
+    # Without a config.json, a plan reads the model of a file that says everything.
+    rest = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [0]}
+    assert read_model_yaml(written(**stated, **rest)).moe == model.moe
+    with pytest.raises(UserError, match="no norm_topk_prob"):
+        read_model_yaml(written(**stated))
 
 
 # -- dtypes ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, load_config
 from mindgrpo.config.context import RooflineConfig
 from mindgrpo.errors import UserError
-from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.decoder_config import LayerKind, MoeConfig, decoder_config
+from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.plan import layouts
 from mindgrpo.plan.memory import most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
@@ -64,6 +65,30 @@ def test_a_layers_counts_are_those_worked_out_by_hand() -> None:
     wide = planned(*TWO_STAGES, "--context.reduce_dtype", "float32")
     in_float32 = LayerWork(wide, wide.train, FUSED, BF16).forward(Passes(8192, 0, 0), 1, False)
     assert in_float32.summed == 2 * work.summed
+
+
+def test_tokens_compute_their_experts_and_read_those_that_any_of_them_chose() -> None:
+    """Qwen3-30B-A3B: 32 query heads and 4 of keys of 128, 2,048 wide, 8 of 128 experts of 768."""
+    dense = planned(*TWO_STAGES)
+    layout = replace(dense.train, mesh=Mesh(4, 1, 2))
+    moe = MoeConfig(num_experts=128, per_token=8, inner=768, scores="softmax", renormalise=True)
+    kinds = (LayerKind(has_experts=True),) * dense.model.num_hidden_layers
+    model = replace(dense.model, hidden_size=2048, num_attention_heads=32, num_key_value_heads=4)
+    plan = replace(dense, model=replace(model, moe=moe, layers=kinds))
+    layer = LayerWork(plan, layout, FUSED, BF16)
+    attention, expert, router = 2048 * (2 * 32 + 2 * 4) * 128, 3 * 2048 * 768, 2048 * 128
+    assert layer.size == attention + 8 * expert + router
+    many = layer.forward(Passes(8192, 0, 0), 1, False)
+    assert many.products == 2 * 8192 * layer.size
+    # All experts are read; of two tokens, eight each that may be the same.
+    assert many.weights == pytest.approx(BF16 * (attention + 128 * expert + router))
+    two = layer.forward(Passes(2, 0, 0), 1, False)
+    used = 128 * (1 - (120 / 128) ** 2)
+    assert two.weights == pytest.approx(BF16 * (attention + used * expert + router))
+    half = (*kinds[::2], *[LayerKind()] * (len(kinds) // 2))
+    mixed = LayerWork(replace(plan, model=replace(plan.model, layers=half)), layout, FUSED, BF16)
+    dense_size = attention + 3 * 2048 * dense.model.intermediate_size
+    assert mixed.size == (layer.size + dense_size) / 2
 
 
 def test_a_layer_is_computed_forward_and_once_more_in_any_stage_that_recomputes_all() -> None:

@@ -17,7 +17,7 @@ from mindgrpo.config import Config, Loaded, load_config, parse_command_line
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
-from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.parameters import num_active_parameters, num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
@@ -114,13 +114,21 @@ def _not_counted(plan: RunPlan) -> list[str]:
     ]
 
 
+def _parameters(model: DecoderConfig) -> str:
+    words = f"{num_parameters(model) / 1e9:.3f} B parameters"
+    if model.moe is None:
+        return words
+    active = num_active_parameters(model) / 1e9
+    return f"{words}, {active:.3f} B of them for a token with {model.moe.per_token} of {model.moe.num_experts} experts"
+
+
 def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verdict:
     model, where = shapes_of(loaded.config)
     plan = plan_run(loaded.config, model, world_size=None)
     fit = verdict(loaded, plan)
     sections = {
         "model": [
-            f"{model.model_type}, {num_parameters(model) / 1e9:.3f} B parameters ({where})",
+            f"{model.model_type}, {_parameters(model)} ({where})",
             *plan.notices,
         ],
         "devices": [f"{plan.world_size}"],

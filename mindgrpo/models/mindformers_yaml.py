@@ -35,6 +35,15 @@ OPTIONAL = {
     "head_dim": "head_dim",
     "qkv_has_bias": "attention_bias",
 }
+# The same of layers with experts; of these, what a file states is compared.
+EXPERTS = {
+    "num_experts": "num_experts",
+    "num_experts_chosen": "num_experts_per_tok",
+    "moe_intermediate_size": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+    "decoder_sparse_step": "decoder_sparse_step",
+    "mlp_only_layers": "mlp_only_layers",
+}
 COMPARED = (
     "vocab_size",
     "hidden_size",
@@ -75,14 +84,19 @@ def _section(text: str, path: str) -> Mapping[str, Any]:
     return section
 
 
-def read_model_yaml(path: str | Path) -> DecoderConfig:
-    """Reads a decoder's dimensions. Raises UserError where the file does not give them."""
+def read_model_yaml(path: str | Path, model: DecoderConfig | None = None) -> DecoderConfig:
+    """Reads a decoder's dimensions. Raises UserError where the file does not give them.
+
+    What it does not say of experts is that of `model`.
+    """
     section = read_section(path)
     missing = [key for key in REQUIRED if key not in section]
     if missing:
         raise UserError(f"model_config '{path}' lacks model.model_config.{missing[0]}; add it.")
     raw = {target: section[key] for key, target in REQUIRED.items()}
     raw |= {target: section[key] for key, target in OPTIONAL.items() if key in section}
+    raw |= _experts_in(model.raw) if model is not None else {}
+    raw |= {target: section[key] for key, target in EXPERTS.items() if key in section}
     raw |= _rope_scaling(section, str(path))
     bias = bool(section.get("qkv_has_bias", False))
     raw["model_type"] = section.get("model_type") or ("qwen2" if bias else "llama")
@@ -111,11 +125,26 @@ def _stated(config: DecoderConfig, name: str) -> Any:
     return {factor: float(value[factor]) for factor in ROPE_FACTORS}
 
 
+def _experts_in(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a config.json says of experts."""
+    experts = {name: raw[name] for name in EXPERTS.values() if name in raw}
+    if raw.get("num_local_experts") is not None:
+        experts["num_experts"] = raw["num_local_experts"]
+    return experts
+
+
 def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> None:
     """Raises UserError naming the first dimension in which the YAML and config.json differ."""
-    stated = read_model_yaml(model_yaml)
-    for name in COMPARED:
-        mine, theirs = _stated(stated, name), _stated(model, name)
+    stated, section = read_model_yaml(model_yaml, model), read_section(model_yaml)
+    pairs = [(name, _stated(stated, name), _stated(model, name)) for name in COMPARED]
+    own = _experts_in(model.raw)
+    pairs += [
+        (key, section[key], own.get(name))
+        for key, name in EXPERTS.items()
+        # Of dense models some files say that they have one.
+        if key in section and (model.moe is not None or section[key] not in (None, 0, 1))
+    ]
+    for name, mine, theirs in pairs:
         if mine != theirs:
             raise UserError(
                 f"{name} is {mine} in model_config '{model_yaml}' but {theirs} in {directory}/config.json; the "

@@ -42,6 +42,17 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(prod(spec.shape) for spec in parameter_specs(config))
 
 
+def num_active_parameters(config: DecoderConfig) -> int:
+    """Counts the parameters that a token passes: of experts, those that it chooses."""
+    if config.moe is None:
+        return num_parameters(config)
+    total = 0
+    for spec in parameter_specs(config):
+        is_expert = len(spec.shape) > 2
+        total += prod(spec.shape[1:]) * config.moe.per_token if is_expert else prod(spec.shape)
+    return total
+
+
 def _whole(name: str, extent: int, position: Any, **options: Any) -> ParameterSpec:
     return ParameterSpec(name, (extent,), position=position, decay=False, **options)
 

@@ -14,11 +14,18 @@ from itertools import chain
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.schedule import chunks_in_flight
 from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.backend.kernels.rollout import LocalExperts
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.precision import compute_dtype
-from mindgrpo.models.shard import LOGITS_BYTES, local_heads, local_inner, local_vocabulary
+from mindgrpo.models.shard import (
+    LOGITS_BYTES,
+    local_experts,
+    local_heads,
+    local_inner,
+    local_vocabulary,
+)
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.micro_shapes import Kind, kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.run_plan import RunPlan
@@ -39,13 +46,18 @@ SAMPLING_ROWS = 6
 
 @dataclass(frozen=True)
 class Block:
-    """A rank's share of a decoder layer. `has_out_norms`: attention and MLP have norms of their own at their end."""
+    """A rank's share of a decoder layer. `has_out_norms`: attention and MLP have norms of their own at their end.
+
+    Layers have a feed-forward that is `inner` wide, or `experts`; of a model with both, all are counted as those that
+    need more.
+    """
 
     hidden: int
     inner: int
     heads: Heads
     is_silu: bool = True
     has_out_norms: bool = False
+    experts: LocalExperts | None = None
 
 
 @dataclass(frozen=True)
@@ -165,13 +177,12 @@ def update_bytes(graphs: Graphs, stage: ChunkLayers) -> UpdateBytes:
 
 def forward_bytes(graphs: Graphs, has_head: bool) -> int:
     """Computes the bytes of a stage's forward pass alone over one micro-batch, which keeps the current layer only."""
-    block, size, heads = graphs.block, graphs.itemsize, graphs.block.heads
+    size, heads = graphs.itemsize, graphs.block.heads
     mixed = heads.queries * heads.dim
     attention = (heads.width + mixed) * size
-    mlp = 3 * block.inner * size
     if graphs.kind == "plain":
         attention = 2 * heads.queries * graphs.row_length * FLOAT + 2 * (heads.width + mixed) * size
-        mlp = 5 * block.inner * FLOAT
+    mlp = _inside_mlp(graphs, 5 if graphs.kind == "plain" else 3)
     inside = max(graphs.tokens * attention + graphs.context, graphs.tokens * mlp) + graphs.merged
     layer = 4 * graphs.flow + graphs.gathered + inside + _sum(graphs)
     head = graphs.flow + graphs.gathered + _head(graphs, False) if has_head else 0
@@ -230,15 +241,35 @@ def _attention(graphs: Graphs) -> int:
 def _mlp(graphs: Graphs) -> int:
     """Returns the bytes per token of gate and up, and of their product."""
     block, size = graphs.block, graphs.itemsize
-    if graphs.kind != "plain" and block.is_silu:
-        return 3 * block.inner * size
-    return block.inner * (4 * FLOAT + size)
+    is_short = graphs.kind != "plain" and block.is_silu
+    a_width = 3 * size if is_short else 4 * FLOAT + size
+    dense = block.inner * a_width
+    if block.experts is None:
+        return dense
+    # The processors' kernel makes the product of gate and up again.
+    a_width -= size if graphs.kind == "native" else 0
+    return max(dense, _of_experts(graphs, block.experts, a_width))
+
+
+def _of_experts(graphs: Graphs, experts: LocalExperts, a_width: int) -> int:
+    """Returns the bytes per token of its rows, which experts get and make, and of scores."""
+    number, rows = experts.routing.num_experts, experts.routing.per_token
+    a_row = 2 * graphs.block.hidden * graphs.itemsize + experts.inner * a_width
+    return rows * a_row + FLOAT * (number + 2 * rows)
+
+
+def _inside_mlp(graphs: Graphs, widths: int) -> int:
+    """Returns the bytes per token of so many tensors as wide as the feed-forward, which are not kept."""
+    block = graphs.block
+    a_width = widths * (graphs.itemsize if graphs.kind != "plain" else FLOAT)
+    of_experts = _of_experts(graphs, block.experts, a_width) if block.experts is not None else 0
+    return max(block.inner * a_width, of_experts)
 
 
 def _backward(graphs: Graphs) -> int:
     """Returns the bytes of gradients of a layer's results beside what it keeps, at the larger of its two halves."""
-    block, size, heads = graphs.block, graphs.itemsize, graphs.block.heads
-    mlp = 3 * block.inner * (size if graphs.kind != "plain" else FLOAT)
+    size, heads = graphs.itemsize, graphs.block.heads
+    mlp = _inside_mlp(graphs, 3)
     attention = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT
@@ -304,6 +335,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         local_heads(model, tp_size),
         is_silu=model.activation == "silu",
         has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),
+        experts=local_experts(model, 1, 0),
     )
     # The processors' kernels have float32 activations whatever weights are.
     on_host = plan.config.context.target == SHARED_MEMORY

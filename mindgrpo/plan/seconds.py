@@ -18,7 +18,7 @@ from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.speeds import SPEEDS, Speeds, device_of
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.models.parameters import num_parameters
+from mindgrpo.models.parameters import num_active_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.activations import WHOLE_LAYER
@@ -281,7 +281,7 @@ class Roofline:
     def _token_limit(self, passes: float) -> float:
         """Returns the seconds of all devices for `passes` forward passes over the step's real tokens."""
         samples, model = self.samples, self.plan.model
-        products = 2 * num_parameters(model) * samples.tokens
+        products = 2 * num_active_parameters(model) * samples.tokens
         width = model.num_attention_heads * model.head_dim
         attention = 4 * samples.pairs * width * model.num_hidden_layers
         return passes * (products + attention) / (self.rates.flops * self.plan.world_size)

@@ -7,6 +7,7 @@ a number of FUSED or NATIVE.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -193,11 +194,15 @@ class LayerWork:
     def __init__(self, plan: RunPlan, layout: Layout, counts: GraphCounts, itemsize: int) -> None:
         model, self.group = plan.model, layout.mesh.mp
         heads, inner = local_heads(model, self.group), local_inner(model, self.group)
+        self.moe, self.hidden = model.moe, model.hidden_size
+        # Of all layers, those with experts.
+        self.expert_share = sum(kind.has_experts for kind in model.layers) / len(model.layers)
+        self.dense_size = (1 - self.expert_share) * 3 * self.hidden * inner
         mixed = heads.queries * heads.dim
-        self.hidden, self.vocabulary = model.hidden_size, local_vocabulary(model, self.group)
+        self.vocabulary = local_vocabulary(model, self.group)
         self.kv_width, self.mixed = 2 * heads.kv * heads.dim, mixed
         self.attention_size = self.hidden * (heads.width + mixed)
-        self.size = self.attention_size + 3 * self.hidden * inner
+        self.size = self.read_by(1)
         self.counts, self.itemsize = counts, itemsize
         in_float32 = counts.float32_sums or plan.config.context.reduce_dtype == "float32"
         self.sum_bytes = FLOAT if in_float32 else itemsize
@@ -210,10 +215,30 @@ class LayerWork:
         self.gathered_again = 1.0 if self.sums_in_halves and plan.lora is None else 0.0
         # Read and written between products: norms, residuals, rotary positions, the activation.
         own = 10 * self.hidden / layout.token_shares
-        self.between = itemsize * (own + 2 * heads.width + mixed + 5 * inner)
+        self.between = itemsize * (own + 2 * heads.width + mixed + self._between_products(inner))
         self.has_adapters = plan.lora is not None
         # Keys and values of the ranks that share rows; processors' kernels gather them again for gradients.
         self.others, self.context_again = layout.mesh.cp - 1, float(counts.is_serial)
+
+    def read_by(self, tokens: float) -> float:
+        """Counts the elements of a layer's matrices that tokens use: of one, also its products.
+
+        Tokens choose experts at random, and layers are an average one of the model.
+        """
+        size = self.attention_size + self.dense_size
+        if self.moe is None:
+            return size
+        number = self.moe.num_experts
+        used = number * (1 - (1 - self.moe.per_token / number) ** tokens)
+        router = self.hidden * number
+        return size + self.expert_share * (3 * self.hidden * self.moe.inner * used + router)
+
+    def _between_products(self, inner: int) -> float:
+        """Counts elements that the activation reads and writes, and the copies of a token, one for each expert."""
+        if self.moe is None:
+            return 5 * inner
+        of_experts = self.moe.per_token * (5 * self.moe.inner + 4 * self.hidden)
+        return (1 - self.expert_share) * 5 * inner + self.expert_share * of_experts
 
     def _sums(self, number: float, tokens: float) -> Work:
         """`number` sums of hidden states over the model group, and casts where they are float32 beside narrower."""
@@ -238,7 +263,7 @@ class LayerWork:
         work = Work(
             products=2 * passes.tokens * self.size * layers,
             attention=4 * passes.pairs * self.mixed * layers,
-            weights=self.size * self.itemsize * layers,
+            weights=self.read_by(passes.tokens) * self.itemsize * layers,
             memory=passes.tokens * self.between * layers,
         )
         work += self._sums(FORWARD_SUMS * layers, passes.tokens)
@@ -276,7 +301,7 @@ class LayerWork:
         )
         if not self.has_adapters:
             # Gradients of weights are added to the pool's.
-            work += Work(memory=3 * FLOAT * self.size * layers)
+            work += Work(memory=3 * FLOAT * self.read_by(math.inf) * layers)
         sums = (
             BACKWARD_SUMS
             + self.recomputed_sums * recomputed
