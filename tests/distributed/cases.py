@@ -267,6 +267,7 @@ SPREAD = (
     Case("dapo", (1, 1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (2, 2, 1, 2), (2, 4), splits_tokens=True, shards_optimizer=True),
     Case("two iterations", (1, 4, 2), (2, 4)),
+    Case("tools", (1, 1, 2, 2), (2, 2), chunks=2),
     Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True, chunks=2),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True, chunks=2),
@@ -315,6 +316,7 @@ class Sharded:
     dtype: Any = "float32"
     lora: int = 0
     backend: str = "shared_memory"
+    moments_on_host: bool = False
 
     @property
     def world(self) -> tuple[int, str]:
@@ -324,7 +326,8 @@ class Sharded:
     @property
     def name(self) -> str:
         adapters = f", rank {self.lora}" if self.lora else ""
-        return f"{'x'.join(map(str, self.mesh))} {self.dtype}{adapters}, {self.backend}"
+        on_host = ", moments on the host" * self.moments_on_host
+        return f"{'x'.join(map(str, self.mesh))} {self.dtype}{adapters}{on_host}, {self.backend}"
 
 
 SHARDED = (
@@ -333,6 +336,7 @@ SHARDED = (
     # Three rows of an adapter for eight ranks.
     Sharded((8, 1, 1), lora=3),
     Sharded((2, 1, 2), "float16", backend="device"),
+    Sharded((2, 1, 2), backend="device", moments_on_host=True),
 )
 # (layout, whether the optimizer is shared out) of one update after the other.
 SHARDED_MOVES = (((4, 2, 1), True), ((2, 2, 2), True), ((1, 4, 2), False))

@@ -45,6 +45,7 @@ def policy_of(backend: Backend, case: c.Sharded, mesh: tuple[int, int, int], on:
         loss_config=LossConfig(max_completion_length=c.MAX_TOKENS),
         max_grad_norm=c.MAX_GRAD_NORM,
         adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
+        moments_on_host=case.moments_on_host,
         shards_optimizer=on,
     )
     layout = Layout.of(Mesh(*mesh), parameter_specs(config))
