@@ -44,6 +44,14 @@ from mindgrpo.plan.work import FUSED, Launches
 from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
 from mindgrpo.training.gradient_sync import DeviceGradientSync
 from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell, _RoundCell
+from mindgrpo.training.optimizer_shares import (
+    OwnRows,
+    ShardedTensor,
+    SumOfShares,
+    _GatherOfShares,
+    by_group,
+    sharded_tensors,
+)
 from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.checksum import _SumsOfColumns
 from mindgrpo.weights.local_weights import Weights
@@ -110,7 +118,10 @@ def zeros(*shape: int, dtype: Any = np.int32) -> Tensor:
 
 
 class Model:
-    """Qwen2 with `layers` layers a stage, on four ranks a stage, and one rank's share of it."""
+    """Qwen2 with `layers` layers a stage, each over four ranks, and one rank's share of it.
+
+    `context` ranks, one or four, share rows of TOKENS.
+    """
 
     def __init__(
         self,
@@ -120,6 +131,8 @@ class Model:
         rank: int = 0,
         is_trained: bool = True,
         splits_tokens: bool = False,
+        data: int = 1,
+        context: int = 1,
     ) -> None:
         config = decoder_config(
             {
@@ -136,15 +149,20 @@ class Model:
             "here",
         )
         self.device, self.layers, self.rank = device, layers, rank
-        mesh, specs = Mesh(1, 4, stages), parameter_specs(config, splits_tokens)
+        mesh, specs = Mesh(data, 4, stages, context), parameter_specs(config, splits_tokens)
         self.layout = Layout.of(mesh, specs, splits_tokens=splits_tokens)
         self.weights = self.role("weights", device.compute_dtype)
         self.shard = Shard(config, self.weights, device, is_trained=is_trained)
 
-    def role(self, name: str, dtype: Dtype = "float32") -> Weights:
-        made = Weights(self.layout, self.rank, self.device, name, dtype=dtype)
+    def role(self, name: str, dtype: Dtype = "float32", is_sharded: bool = False) -> Weights:
+        layout = self.layout.split_over_data() if is_sharded else self.layout
+        made = Weights(layout, self.rank, self.device, name, dtype=dtype)
         made.pool.load()
         return made
+
+    @property
+    def sharded(self) -> tuple[ShardedTensor, ...]:
+        return sharded_tensors(self.layout, self.rank)
 
     def trained(self) -> Trained:
         return Trained(self.weights.parameters, self.role("gradients").parameters)
@@ -162,16 +180,22 @@ class Model:
         pool.load()
         return made
 
+    @property
+    def tokens(self) -> int:
+        return TOKENS // self.layout.mesh.cp
+
     def hidden(self) -> Tensor:
-        tokens = TOKENS // self.layout.token_shares
+        tokens = self.tokens // self.layout.token_shares
         x = zeros(tokens, self.shard.config.hidden_size, dtype=np.float32)
         return x.astype(ms.bfloat16 if self.device.compute_dtype == "bfloat16" else ms.float16)
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Of a stage."""
+        columns = zeros(self.layout.mesh.cp, 1, self.tokens)
+        plan = (Tensor(NO_PLAN) for _ in PLAN)
+        return zeros(1, TOKENS), zeros(1, TOKENS, 3), columns, *plan
 
-STAGE_INPUTS = (
-    *(zeros(1, TOKENS), zeros(1, TOKENS, 3), zeros(1, 1, TOKENS)),
-    *(Tensor(NO_PLAN) for _ in PLAN),
-)
+
 HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))
 
 
@@ -209,44 +233,52 @@ def mark_seen(device: Backend, layers: int) -> Any:
 
 def forward(device: Backend, layers: int) -> Any:
     model = Model(device, layers, stages=2)
-    return StageForward(Stage(model.shard, TOKENS))(zeros(1, TOKENS), *STAGE_INPUTS)
+    return StageForward(Stage(model.shard, TOKENS))(zeros(1, TOKENS), *model.inputs())
 
 
 def log_probs(device: Backend, layers: int) -> Any:
     model = Model(device, layers, stages=2, rank=4)
     stage = Stage(model.shard, TOKENS, WHOLE_LAYERS)
     net = LogProbStage(stage, model.shard, 0.8, LOGITS_BYTES)
-    return net(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS)
+    return net(model.hidden(), *model.inputs(), *HEAD_INPUTS)
 
 
-def stage_backward(device: Backend, layers: int) -> Any:
-    model = Model(device, layers, stages=2)
+def stage_backward(device: Backend, layers: int, **split: Any) -> Any:
+    model = Model(device, layers, stages=2, **split)
     stage = Stage(model.shard, TOKENS)
     cell = StageBackward(stage, model.shard.layers, model.trained())
     flows = [model.hidden() for _ in range(layers)]
-    return cell(zeros(1, TOKENS), model.hidden(), *STAGE_INPUTS, *flows)
+    return cell(zeros(1, model.tokens), model.hidden(), *model.inputs(), *flows)
 
 
 def loss_step(
     device: Backend,
     layers: int,
     recompute: Recompute = WHOLE_LAYERS,
-    splits_tokens: bool = False,
+    loss_config: LossConfig | None = None,
+    **split: Any,
 ) -> Any:
-    model = Model(device, layers, stages=2, rank=4, splits_tokens=splits_tokens)
+    model = Model(device, layers, stages=2, rank=4 * split.get("context", 1), **split)
     stage = Stage(model.shard, TOKENS, recompute)
     # Sixteen rows of logits at a time.
     net = LogProbStage(stage, model.shard, 0.8, 4 * model.shard.local_vocab * 16)
     numbers = [zeros(PICKS, dtype=np.float32) for _ in range(7)]
     numbers[5] = zeros(PICKS)
-    loss, head = PolicyLoss(LossConfig(), True), model.shard.head_key
-    cell = LossStep(net, model.shard.layers, head, loss, model.trained())
+    loss = PolicyLoss(loss_config or LossConfig(), True, model.shard.context_group)
+    cell = LossStep(net, model.shard.layers, model.shard.head_key, loss, model.trained())
     flows = [model.hidden() for _ in range(layers - 1)]
-    return cell(model.hidden(), *STAGE_INPUTS, *HEAD_INPUTS, *numbers, *flows)
+    return cell(model.hidden(), *model.inputs(), *HEAD_INPUTS, *numbers, *flows)
+
+
+def stage_backward_of_shares(device: Backend, layers: int) -> Any:
+    """Of tokens that ranks of a layer share out, of rows that other ranks share."""
+    return stage_backward(device, layers, splits_tokens=True, context=4)
 
 
 def loss_step_of_shares(device: Backend, layers: int) -> Any:
-    return loss_step(device, layers, KEEP_ALL, splits_tokens=True)
+    """As before, and samples that ranks share."""
+    by_sample = LossConfig(importance_sampling_level="sequence")
+    return loss_step(device, layers, KEEP_ALL, by_sample, splits_tokens=True, context=4)
 
 
 def optimizer(device: Backend, layers: int) -> Any:
@@ -259,6 +291,40 @@ def optimizer(device: Backend, layers: int) -> Any:
     inputs = device.kernels.adamw_inputs(settings.at(1, 1e-3, 0.5))
     cell = _AdamWCell(tensors, settings, device.kernels)
     return cell(Tensor(0.5, ms.float32), *inputs)
+
+
+def optimizer_of_shares(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, data=4)
+    names = "masters", "first", "second"
+    masters, first, second = (model.role(name, is_sharded=True) for name in names)
+    roles = masters, model.role("gradients"), first, second
+    tensors = [
+        (*(role.parameters[entry.key] for role in roles), entry.decay) for entry in masters.fused
+    ]
+    settings = AdamWSettings(0.9, 0.95, 1e-8, 0.01)
+    inputs = device.kernels.adamw_inputs(settings.at(1, 1e-3, 0.5))
+    cell = _AdamWCell(tensors, settings, device.kernels, OwnRows(model.sharded))
+    return cell(Tensor(0.5, ms.float32), *inputs)
+
+
+def sum_of_shares(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, data=4)
+    gradients = model.role("gradients").parameters
+    ((group, tensors),) = by_group(model.sharded, device)
+    cell = SumOfShares(tensors, [gradients[tensor.whole.key] for tensor in tensors], group)
+    return cell(zeros(1, dtype=np.float32))
+
+
+def norm_of_shares(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, data=4)
+    return DeviceGradientSync(model.role("gradients"), device, model.sharded)._norm()
+
+
+def weights_of_shares(device: Backend, layers: int) -> Any:
+    model = Model(device, layers, data=4)
+    masters = model.role("masters", is_sharded=True)
+    ((group, tensors),) = by_group(model.sharded, device)
+    return _GatherOfShares(tensors, masters, model.weights, group)(zeros(1, dtype=np.float32))
 
 
 def gradient_norm(device: Backend, layers: int) -> Any:
@@ -289,10 +355,15 @@ GRAPHS = (
     log_probs,
     stage_backward,
     loss_step,
-    loss_step_of_shares,
     gradient_norm,
     optimizer,
     rounded_weights,
+    stage_backward_of_shares,
+    loss_step_of_shares,
+    sum_of_shares,
+    norm_of_shares,
+    optimizer_of_shares,
+    weights_of_shares,
 )
 # Registered for the AI CPU as well as for the AI Core, by CANN's own kernels, which the package does not list:
 # AddN has one of the package's own (ops/_op_impl/akg/ascend), and FillV2 becomes CANN's Fill.
