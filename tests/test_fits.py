@@ -21,7 +21,8 @@ from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.monitor.metrics import read_metrics
-from mindgrpo.plan.fit import verdict
+from mindgrpo.plan.activations import update_need
+from mindgrpo.plan.fit import context_degrees, verdict
 from mindgrpo.plan.memory import HostPlan, group_bytes, most_needed, phase_needs
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, plan_run
 from mindgrpo.weights.checksum import DEVICE_ELEMENTS
@@ -117,6 +118,28 @@ def test_what_no_single_change_makes_fit_takes_several() -> None:
                 w for key, value in change.values.items() for w in (f"--{key}", json.dumps(value))
             ]
             assert most_needed(planned(*words, *alone)).total > 36 * GB
+
+
+def test_rows_that_are_long_are_shared_out_where_that_makes_them_fit() -> None:
+    """Rows of one sample of 32,768 tokens, with all else that saves memory."""
+    config = EXAMPLES[1]
+    lengths = ["--rl_config.pack_num", "1", "--generate_config.max_prompt_length", "4096"]
+    lengths += ["--generate_config.sampling_config.max_tokens", "28672"]
+    words = ["--actor_config.parallel_config.use_seq_parallel", "true"]
+    words += ["--actor_config.enable_parallel_optimizer", "true"]
+    words += ["--actor_config.optimizer.opt_offload", "true"]
+    words += ["--context.max_device_memory", "18GB", *lengths, "--rl_config.seq_length", "32768"]
+    before = planned(*words, config=config)
+    fit = verdict(load_config(config, words), before)
+    shared = [remedy for remedy in fit.remedies if "/CP2 instead of DP2/MP4" in remedy.lines()[1]]
+    assert fit.fits is False and len(shared) == 1
+    after = planned(*words, *shared[0].lines()[0].split(), config=config)
+    assert after.train.mesh.cp == 2 and after.world_size == before.world_size
+    assert most_needed(after).total == shared[0].need.total <= 18 * GB
+    assert update_need(after).total < 0.8 * update_need(before).total
+    assert context_degrees(before) == [1, 2, 4]
+    # A rank would keep too few tokens of 8,192.
+    assert context_degrees(planned(config=config)) == [1]
 
 
 @pytest.mark.parametrize(

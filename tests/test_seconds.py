@@ -283,6 +283,21 @@ def test_what_does_not_fit_is_tried_with_what_saves_memory() -> None:
     assert {plan.train.mesh.dp for plan in plans if not plan.shards_optimizer} == {1}
 
 
+def test_rows_that_are_long_are_also_shared_out() -> None:
+    words = ["--rl_config.seq_length", "32768", "--rl_config.pack_num", "1"]
+    words += ["--generate_config.max_prompt_length", "4096"]
+    words += ["--generate_config.sampling_config.max_tokens", "28672"]
+    choices = layouts.ranked(load_config(CONFIG, words), planned(*words), 16)
+    by_degree = {choice.plan.train.mesh.cp: choice for choice in choices}
+    assert {1, 2, 4} == by_degree.keys()
+    for degree, choice in by_degree.items():
+        again = planned(*words, *choice.words.split())
+        assert again.train.mesh == choice.plan.train.mesh and again.train.mesh.cp == degree
+        assert Roofline(again).step().total == pytest.approx(choice.seconds.total)
+        assert again.world_size == 8 and again.reference is not None
+        assert again.reference.mesh.cp == again.infer.mesh.cp == 1
+
+
 def test_layouts_keep_updates_where_their_number_follows_from_the_layout() -> None:
     words = [*TWO_STAGES, "--actor_config.parallel_config.micro_batch_num", "2"]
     plan = planned(*words)

@@ -321,6 +321,16 @@ class Layout:
             raise ValueError(f"{mesh} splits parameters")
         return Layout(mesh, self.specs, ((range(self.num_layers),),))
 
+    @cached_property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Counts the elements that a rank of each stage has, with the padding of short shares."""
+        sizes = [0] * len(self.stage_layers)
+        for spec in self.specs:
+            size = prod(local_shape(spec, self.mesh))
+            for stage in self.stages_of(spec.name):
+                sizes[stage] += size
+        return tuple(sizes)
+
     @property
     def num_replicas(self) -> int:
         """Counts the ranks, with other tokens each, that gradients are summed over."""

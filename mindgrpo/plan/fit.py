@@ -6,13 +6,14 @@ Every change is planned before it is proposed.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindgrpo.config import Loaded, config_with
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.plan.activations import update_shape
 from mindgrpo.plan.memory import PhaseNeed, most_needed, phase_needs
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, plan_run
 
@@ -23,7 +24,10 @@ MOST_TOGETHER = 3
 
 
 # Model-parallel ranks exchange every layer's results: beyond a host of eight devices that takes longer than it saves.
-MODEL_DEGREES, STAGE_DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16)
+MODEL_DEGREES, STAGE_DEGREES, CONTEXT_DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)
+# Of the longest row, that a rank keeps. A share of fewer is small beside the weights of a rank, and data-parallel ranks
+# compute as fast without a gather in every layer.
+LEAST_CONTEXT_TOKENS = 8192
 ADAPTER_RANK = 16
 Values = Mapping[str, int | bool | None]
 
@@ -238,22 +242,31 @@ def layout_values(
     return {f"{role}.parallel_config.{axis}": size for axis, size in sizes.items() if size}
 
 
+def context_degrees(plan: RunPlan) -> list[int]:
+    """Returns the degrees of context parallelism with which rows are long enough, and the present one."""
+    now, longest = plan.train.mesh.cp, update_shape(plan.config, ragged=False).length
+    long_enough = {d for d in CONTEXT_DEGREES if d == 1 or longest >= d * LEAST_CONTEXT_TOKENS}
+    return sorted(long_enough | {now})
+
+
 def _layouts(plan: RunPlan) -> Iterator[Change]:
-    """Proposes finer layouts of the trainer on as many devices."""
+    """Proposes finer layouts of the trainer on as many devices; rows are shared out where they are long."""
     mesh = plan.train.mesh
-    now = mesh.mp, mesh.pp
-    context = f"/CP{mesh.cp}" if mesh.cp > 1 else ""
-    for model, stages in itertools.product(MODEL_DEGREES, STAGE_DEGREES):
-        shares = model * stages * mesh.cp
-        if mesh.size % shares == 0 and model * stages >= math.prod(now) and (model, stages) != now:
-            data = mesh.size // shares
-            cost = f"trains in DP{data}/MP{model}/PP{stages}{context} instead of {mesh}: more exchange between ranks"
-            # Of one stage there are no chunks.
-            chunks = 1 if stages == 1 and plan.train.num_chunks > 1 else None
-            values = layout_values("actor_config", data, model, stages, chunks=chunks)
-            steps = abs(model.bit_length() - mesh.mp.bit_length())
-            steps += abs(stages.bit_length() - mesh.pp.bit_length())
-            yield Change("layout", values, cost, 4 + steps)
+    now = mesh.mp, mesh.pp, mesh.cp
+    degrees = itertools.product(MODEL_DEGREES, STAGE_DEGREES, context_degrees(plan))
+    for model, stages, context in degrees:
+        data, left_over = divmod(mesh.size, model * stages * context)
+        if left_over or data > mesh.dp or (model, stages, context) == now:
+            continue
+        finer = Mesh(data, model, stages, context)
+        cost = f"trains in {finer} instead of {mesh}: more exchange between ranks"
+        # Of one stage there are no chunks.
+        chunks = 1 if stages == 1 and plan.train.num_chunks > 1 else None
+        shared = context if context != mesh.cp else None
+        values = layout_values("actor_config", data, model, stages, shared, chunks)
+        changed = zip((model, stages, context), now, strict=True)
+        steps = sum(abs(new.bit_length() - old.bit_length()) for new, old in changed)
+        yield Change("layout", values, cost, 4 + steps)
 
 
 def _generator_layouts(plan: RunPlan) -> Iterator[Change]:

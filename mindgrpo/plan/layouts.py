@@ -10,14 +10,21 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from mindgrpo.config import Loaded, config_with
 from mindgrpo.config.schema import values_by_key
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.plan.fit import MODEL_DEGREES, STAGE_DEGREES, Values, kept_samples, layout_values
+from mindgrpo.plan.fit import (
+    MODEL_DEGREES,
+    STAGE_DEGREES,
+    Values,
+    context_degrees,
+    kept_samples,
+    layout_values,
+)
 from mindgrpo.plan.memory import PhaseNeed, most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline, StepSeconds
@@ -27,10 +34,10 @@ SEQUENCE = "actor_config.parallel_config.use_seq_parallel"
 ZERO = "actor_config.enable_parallel_optimizer"
 # In the order in which they are tried where a layout does not fit.
 SAVINGS: tuple[Values, ...] = ({SEQUENCE: True}, {ZERO: True}, {SEQUENCE: True, ZERO: True})
-# Data, model, stages.
-Degrees = tuple[int, int, int]
-# Seconds, and a number of its own, for an order.
-Timed = tuple[float, int, StepSeconds, Values, RunPlan]
+# Data, model, stages, context.
+Degrees = tuple[int, int, int, int]
+# Seconds, or the least that they can be; a number of its own, for an order; None until all seconds are known.
+Timed = tuple[float, int, StepSeconds | None, Values, RunPlan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,19 +92,24 @@ def ranked(loaded: Loaded, plan: RunPlan, most: int = SHOWN) -> list[Choice]:
     generator's layout.
     """
     serial = itertools.count()
+    left: list[Timed] = []
 
-    def timed(values: Values, other: RunPlan) -> Timed:
-        seconds = Roofline(other).step()
-        return seconds.total, next(serial), seconds, values, other
+    def add(values: Values, other: RunPlan, seconds: StepSeconds | None = None) -> None:
+        # Reshards take long to plan: only those of layouts that may be among the fastest are.
+        total = Roofline(other).least_seconds() if seconds is None else seconds.total
+        heappush(left, (total, next(serial), seconds, values, other))
 
-    left = [timed(values, other) for values, other in _alternatives(loaded, plan)]
-    heapify(left)
+    for values, other in _alternatives(loaded, plan):
+        add(values, other)
     budget = plan.config.context.max_device_bytes
     choices: dict[tuple[Mesh, Mesh], Choice] = {}
     while left and len(choices) < most:
         _, _, seconds, values, other = heappop(left)
         meshes = other.train.mesh, other.infer.mesh
         if meshes in choices:
+            continue
+        if seconds is None:
+            add(values, other, Roofline(other).step())
             continue
         need = most_needed(other)
         if budget is None or need.total <= budget:
@@ -106,8 +118,7 @@ def ranked(loaded: Loaded, plan: RunPlan, most: int = SHOWN) -> list[Choice]:
             for saving in map(partial(_effective, other), SAVINGS):
                 if saving:
                     saved = {**values, **saving}
-                    config = config_with(loaded, saved).config
-                    heappush(left, timed(saved, plan_run(config, plan.model, None)))
+                    add(saved, plan_run(config_with(loaded, saved).config, plan.model, None))
     return sorted(choices.values(), key=lambda choice: choice.seconds.total)
 
 
@@ -130,14 +141,11 @@ def lines(loaded: Loaded, plan: RunPlan) -> list[str]:
 
 
 def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPlan]]:
-    """Yields every layout that the model and the batch allow, with the keys that make it.
-
-    As many ranks share a row in training as do now.
-    """
+    """Yields every layout that the model and the batch allow, with the keys that make it."""
     world, batch = plan.world_size, plan.batch
-    trains = _degrees(world // plan.train.mesh.cp, STAGE_DEGREES)
+    trains = _degrees(world, STAGE_DEGREES, context_degrees(plan))
     own = sorted({1, 2, plan.train.num_chunks})
-    for train, infer, chunks in itertools.product(trains, _degrees(world, (1,)), own):
+    for train, infer, chunks in itertools.product(trains, _degrees(world, (1,), (1,)), own):
         if chunks > 1 and train[2] == 1:
             continue
         values = _values(plan, train, infer, chunks)
@@ -154,7 +162,7 @@ def _values(plan: RunPlan, train: Degrees, infer: Degrees, chunks: int) -> Value
     actor = plan.config.actor_config.parallel_config
     values = {
         **layout_values("actor_config", *train, chunks=chunks),
-        **layout_values("generate_config", *infer),
+        **layout_values("generate_config", *infer[:3]),
     }
     if infer[0] != plan.infer.mesh.dp:
         values |= kept_samples(plan)
@@ -162,15 +170,15 @@ def _values(plan: RunPlan, train: Degrees, infer: Degrees, chunks: int) -> Value
         values["actor_config.parallel_config.micro_batch_num"] = None
         values["rl_config.updates_per_rollout"] = plan.batch.updates_per_rollout
     if plan.reference is not None:
-        values |= layout_values("ref_config", *infer, context=1, chunks=1)
+        values |= layout_values("ref_config", *infer, chunks=1)
     known = values_by_key(plan.config)
     return {key: value for key, value in values.items() if known[key] != value}
 
 
-def _degrees(world: int, stages: Sequence[int]) -> list[Degrees]:
-    """Returns (data, model, stages) of `world` devices."""
+def _degrees(world: int, stages: Sequence[int], contexts: Sequence[int]) -> list[Degrees]:
+    """Returns the degrees that `world` devices have, with as many data-parallel replicas as these leave."""
     return [
-        (world // (model * pipeline), model, pipeline)
-        for model, pipeline in itertools.product(MODEL_DEGREES, stages)
-        if world % (model * pipeline) == 0
+        (world // (model * pipeline * context), model, pipeline, context)
+        for model, pipeline, context in itertools.product(MODEL_DEGREES, stages, contexts)
+        if world % (model * pipeline * context) == 0
     ]

@@ -5,7 +5,6 @@ Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,7 +38,7 @@ from mindgrpo.models.shard import (
 )
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, Offset, local_shape
+from mindgrpo.parallel.sharding import Layout, Offset
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
@@ -193,7 +192,12 @@ class RunPlan:
         """Returns the float32 bytes of what the optimizer updates on a rank of the stage."""
         if not self.shards_optimizer:
             return self.trained_bytes(stage)
-        return FLOAT_BYTES * share_of(self.trained.split_over_data(), stage)
+        return FLOAT_BYTES * share_of(self._updated, stage)
+
+    @cached_property
+    def _updated(self) -> Layout:
+        """Returns the layout of what each rank's optimizer updates, where that is a share."""
+        return self.trained.split_over_data()
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -337,12 +341,8 @@ def _options(layout: Layout) -> str:
 
 def share_of(layout: Layout, stage: int) -> int:
     """Counts the elements of a rank of the stage with the padding of short shares; LARGEST: of the largest rank."""
-    stages = [0] * len(layout.stage_layers)
-    for spec in layout.specs:
-        size = math.prod(local_shape(spec, layout.mesh))
-        for own in layout.stages_of(spec.name):
-            stages[own] += size
-    return max(stages) if stage == LARGEST else stages[stage]
+    sizes = layout.stage_sizes
+    return max(sizes) if stage == LARGEST else sizes[stage]
 
 
 def generator_bytes(config: Config, layout: Layout) -> int:

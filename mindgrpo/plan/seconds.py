@@ -183,16 +183,24 @@ class Roofline:
         self._recomputed = sum(shares[name] for name in actor.modules) / actor.every
         self._recomputes_all = actor.modules == WHOLE_LAYER and actor.every == 1
 
+    def least_seconds(self) -> float:
+        """Returns the seconds of a step's phases that need no plan of the reshard, which takes longest to make."""
+        return sum(phase.seconds for phase in self._computing())
+
     def step(self) -> StepSeconds:
         plan = self.plan
-        phases = [self._reshard(), self._rollout()]
-        if plan.reference is not None:
-            phases.append(self._reference(plan.reference))
-        if plan.computes_old_logps:
-            phases.append(self._old_logps())
-        phases += [self._update(), self._optimizer(), self._host()]
+        phases = [self._reshard(), *self._computing(), self._host()]
         tokens = self.samples.count * (self.samples.prompt + self.samples.completion)
         return StepSeconds(phases, self._compile(), self._assumed(), tokens / plan.world_size)
+
+    def _computing(self) -> list[PhaseSeconds]:
+        reference = self.plan.reference
+        phases = [self._rollout()]
+        if reference is not None:
+            phases.append(self._reference(reference))
+        if self.plan.computes_old_logps:
+            phases.append(self._old_logps())
+        return [*phases, self._update(), self._optimizer()]
 
     def _layers(self, layout: Layout) -> LayerWork:
         return LayerWork(self.plan, layout, self.counts, self.itemsize)
