@@ -64,6 +64,14 @@ generate_config:
   sampling_config: {{max_tokens: 6, temperature: 1.0}}
 monitor_config: {{per_token: 1, report: false}}
 """
+# For runs of which it does not matter what they compute: one graph is compiled, that of a micro-batch's update, not
+# those of the reference's and the policy's log-probs as well.
+ONE_GRAPH = (
+    "--rl_config.beta=0",
+    "--ref_config.sync_ref_model=false",
+    "--rl_config.num_iterations=1",
+    "--rl_config.updates_per_rollout=1",
+)
 TOKEN_ARRAYS = ("logprob", "gap", "log_ratio", "entropy", "kl")
 OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles", "late_compiles")
 
@@ -100,6 +108,16 @@ def input_keys(folder: Path) -> dict[str, str]:
         "rl_config.dataset_file": rows,
         "rl_config.eval_dataset_file": rows,
     }
+
+
+def reward_words(folder: Path) -> list[str]:
+    """Arguments that give a launched run a reward in which a model that has learned nothing has differences."""
+    path = folder / "reward.py"
+    path.write_text(
+        "def spread(completions):\n"
+        "    return [float(sum(map(ord, text)) % 7) for text in completions]\n"
+    )
+    return ["--verifier_function", f"{path}:spread", "--verifier_weight", "1.0"]
 
 
 def spread(completions: Sequence[str], answers: Sequence[str]) -> list[float]:

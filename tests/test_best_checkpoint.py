@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import EVAL_SAMPLES, Reward, make_inputs, run, spread
+from small_runs import EVAL_SAMPLES, ONE_GRAPH, Reward, make_inputs, run, spread
 
 from mindgrpo.checkpoint import save as saving
 from mindgrpo.checkpoint.folders import folder_of, steps_in
@@ -22,6 +22,7 @@ from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.cli.verbs import main
 
 KEPT = (
+    *ONE_GRAPH,
     "--rl_config.save_ckpt_interval=1",
     "--rl_config.save_max_ckpt_num=1",
     "--rl_config.save_ckpt_best=spread",

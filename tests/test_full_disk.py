@@ -19,7 +19,16 @@ from pathlib import Path
 
 import pytest
 import small_runs
-from small_runs import EVAL_SAMPLES, Reward, completions, make_inputs, model_bits, rows, spread
+from small_runs import (
+    EVAL_SAMPLES,
+    ONE_GRAPH,
+    Reward,
+    completions,
+    make_inputs,
+    model_bits,
+    rows,
+    spread,
+)
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.cli.verbs import main
@@ -31,7 +40,7 @@ from mindgrpo.monitor.host_memory import HostMemoryMonitor
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 4
 FULL = "cannot be written (No space left on device); free space"
-WORDS = (f"--rl_config.max_steps={STEPS}", "--rl_config.dynamic_sampling=false")
+WORDS = (*ONE_GRAPH, f"--rl_config.max_steps={STEPS}", "--rl_config.dynamic_sampling=false")
 SAVED = (*WORDS, "--rl_config.save_ckpt_interval=1")
 GO_ON = "--resume_training=true"
 
@@ -192,10 +201,10 @@ def test_a_run_that_goes_on_needs_no_space_for_the_checkpoints_that_it_has(
     real = shutil.disk_usage(tmp_path)
     free = size + 64_000
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real._replace(free=free))
-    words = (GO_ON, "--rl_config.save_max_ckpt_num=4", "--rl_config.dynamic_sampling=false")
+    more = ("--rl_config.save_max_ckpt_num=4", f"--rl_config.max_steps={STEPS + 1}")
     monkeypatch.setattr("mindgrpo.checkpoint.save.SPARE_BYTES", 0)
-    small_runs.run(inputs, again, *words, "--rl_config.save_ckpt_interval=1")
-    assert steps_in(again)[-1] == small_runs.STEPS
+    small_runs.run(inputs, again, *SAVED, GO_ON, *more)
+    assert steps_in(again)[-1] == STEPS + 1
 
 
 def job_words(inputs: Path, output: Path) -> list[str]:

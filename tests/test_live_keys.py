@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import TOKEN_ARRAYS, input_keys, make_inputs, token_rows
+from small_runs import TOKEN_ARRAYS, input_keys, make_inputs, reward_words, token_rows
 
 from mindgrpo.monitor.host_memory import host_memory
 
@@ -32,6 +32,7 @@ SMALL = {
     "rl_config.num_generations": "4",
     "rl_config.max_steps": "2",
     "rl_config.batch_size": "4",
+    "actor_config.lr_schedule.lr": "0.01",
 }
 FIGURES = ("loss", "kl", "entropy", "grad_norm", "reward/mean", "tokens", "lr")
 
@@ -40,10 +41,9 @@ class Run:
     def __init__(self, folder: Path, status: int = 0, **keys: str) -> None:
         self.folder = folder
         make_inputs(folder)
-        # The example's own model: it has rewards to learn from.
-        few = input_keys(folder) | {"actor_config.load": str(EXAMPLE / "model")}
-        given = few | SMALL | {"output_dir": str(folder / "output")} | keys
+        given = input_keys(folder) | SMALL | {"output_dir": str(folder / "output")} | keys
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
+        words += reward_words(folder)
         config = str(EXAMPLE / "grpo_config.yaml")
         ended = subprocess.run(
             [sys.executable, "-m", "mindgrpo", "train", "--config", config, *words],

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_runs import make_inputs, run
+from small_runs import ONE_GRAPH, make_inputs, run
 
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.rank_consistency import on_first_rank
@@ -30,7 +30,7 @@ from mindgrpo.run.preflight import Inputs, prepare
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
 
-PLAIN = ("--rl_config.dynamic_sampling", "false", "--rl_config.eval_on_start", "false")
+PLAIN = (*ONE_GRAPH, "--rl_config.dynamic_sampling=false", "--rl_config.eval_on_start=false")
 GREEDY = ("--generate_config.sampling_config.temperature", "0")
 REWARD = """
 def fragile(completions, completion_lengths, finish_reasons, prompts, completion_ids, max_completion_length):

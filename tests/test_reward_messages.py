@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_runs import completions, make_inputs, rows, run
+from small_runs import ONE_GRAPH, completions, make_inputs, rows, run
 
 from mindgrpo.cli.verbs import main
 
@@ -42,12 +42,12 @@ def turns(completions, messages, prompts):
         own = [message for message in conversation if message["role"] == "assistant"]
         assert own[-1]["content"] == text and own[0] is conversation[0], conversation
         assert prompt.endswith("assistant ")
-        scores.append(len(own) + sum(turn.get("reward", 0.0) for turn in own))
+        scores.append(len(own) + len(text) / 64 + sum(turn.get("reward", 0.0) for turn in own))
     return scores
 """
 KEYS = ("--rl_config.max_turns", "2", "--rl_config.max_steps", "2", "--rl_config.seq_length", "128")
 KEYS += ("--generate_config.max_prompt_length", "64", "--rl_config.eval_steps", "0")
-KEYS += ("--generate_config.sampling_config.max_tokens", "40")
+KEYS += ("--generate_config.sampling_config.max_tokens", "40", *ONE_GRAPH)
 
 
 @pytest.fixture
@@ -86,11 +86,12 @@ def test_a_reward_that_reads_messages_trains(kind: str, rows_are: str, folder: P
         (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
     done = run(folder, folder / "run", *keys_of(folder, kind), reward=f"{folder}/mine.py:turns")
     for row in rows(done):
-        assert row["reward/turns/errors"] == 0, row
+        assert row["reward/turns/errors"] == 0 and row["grad_norm"] > 0, row
     drawn = [json.loads(line) for line in completions(done)]
     for row in drawn:
         own = [message for message in row["messages"] if message["role"] == "assistant"]
         rewards = sum(turn.get("reward", 0.0) for turn in own)
+        rewards += len(own[-1]["content"]) / 64
         assert row["rewards"]["turns"] == pytest.approx(len(own) + rewards, abs=1e-5)
 
 

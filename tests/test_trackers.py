@@ -42,6 +42,7 @@ PATIENCE = 60.0
 FAILING = ("Raises", "FillsTheDisk", "Asks", "NeedsAPackage", "Hangs")
 # Steps 3 and 4 are made twice: the tracker has step 3 from before the resume.
 WORDS = ("--rl_config.save_ckpt_interval=2", "--actor_config.lr_schedule.lr_decay_style=constant")
+WORDS += small_runs.ONE_GRAPH
 
 
 def own(*names: str) -> list[str]:

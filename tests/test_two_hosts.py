@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import input_keys, make_inputs
+from small_runs import input_keys, make_inputs, reward_words
 from test_ascendjob import variables_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
@@ -38,11 +38,6 @@ ARGUMENTS = {
 }
 # Where other tests have the cores.
 LONGEST_RUN = 400.0
-# A model that has learned nothing earns nothing from the example's rewards, and all gradients would be 0.
-REWARD = """
-def spread(completions):
-    return [float(sum(map(ord, text)) % 7) for text in completions]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +45,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     if why := two_hosts.missing():
         pytest.skip(why)
     folder = tmp_path_factory.mktemp("inputs")
-    make_inputs(folder, layers=2)
-    (folder / "reward.py").write_text(REWARD)
-    reward = ["--verifier_function", f"{folder}/reward.py:spread", "--verifier_weight", "1.0"]
-    return [*words(ARGUMENTS | input_keys(folder)), *reward]
+    make_inputs(folder)
+    return [*words(ARGUMENTS | input_keys(folder)), *reward_words(folder)]
 
 
 def test_two_hosts_have_the_results_of_one_until_a_rank_is_killed_which_both_tell(

@@ -33,14 +33,7 @@ import sys
 from mindgrpo import GRPOTrainer, load_config
 GRPOTrainer(load_config("my.yaml", sys.argv[1:])).train()
 """
-SHORT = (
-    "--rl_config.max_steps",
-    "1",
-    "--verifier_function",
-    "accuracy_reward",
-    "--output_dir",
-    "out",
-)
+SHORT = (*small_runs.ONE_GRAPH, "--rl_config.max_steps", "1", "--output_dir", "out")
 
 
 def outside() -> dict[str, str]:
@@ -99,7 +92,7 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
     "words",
     [
         ("--ranks", "2", "--", "my_main.py", "--config", "my.yaml"),
-        ("--ranks", "2", "--config", "my.yaml"),
+        ("--ranks", "1", "--config", "my.yaml"),
         ("--ranks", "1", "--", "train", "--config=my.yaml"),
     ],
     ids=["my_main.py", "no program", "train"],
@@ -107,7 +100,7 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
 def test_a_run_is_launched_from_an_installed_wheel(
     installed: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    small_runs.make_inputs(tmp_path, layers=2)
+    small_runs.make_inputs(tmp_path)
     document = yaml.safe_load((tmp_path / "small.yaml").read_text())
     document["actor_config"]["load"] = "model"
     document["rl_config"] |= {"dataset_file": "train.jsonl", "eval_steps": 0}
@@ -117,9 +110,10 @@ def test_a_run_is_launched_from_an_installed_wheel(
     (tmp_path / "my_main.py").write_text(MY_MAIN)
     # Not what is meant.
     (tmp_path / "train").write_text("raise AssertionError")
-    command = ("launch", *words, *SHORT)
+    command = ("launch", *words, *SHORT, *small_runs.reward_words(tmp_path))
     run(installed / "bin" / "mindgrpo", *command, cwd=tmp_path, env=outside())
-    assert len(small_runs.rows(tmp_path / "out")) == 1
+    (row,) = small_runs.rows(tmp_path / "out")
+    assert row["grad_norm"] > 0
 
 
 def test_a_page_is_written_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
