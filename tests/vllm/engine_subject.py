@@ -124,3 +124,9 @@ def failed_publish(subject: Subject, case: str, version: int) -> dict[str, Any]:
         return engine.load({ONE: tensors[ONE]})
     engine.load({name: tensors[name] for name in list(tensors)[:5]})
     return engine.commit(version)
+
+
+def traces(engine: EngineProcess) -> list[str]:
+    """What of the engine's is still there: its folder, and its names in /dev/shm."""
+    left = [name for name in engine.ready["shared_memory"] if Path("/dev/shm", name).exists()]
+    return left + [path for path in [engine.ready["folder"]] if Path(path).exists()]

@@ -9,13 +9,16 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import make_dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from engine_process import PLAIN, EngineProcess, Oracle, send
+from engine_process import LIMITS, PLAIN, EngineProcess, Oracle, send
 from engine_subject import (
     EMBEDDING,
     EXACT,
@@ -27,7 +30,10 @@ from engine_subject import (
     needs_vllm,
     requests_of,
     started,
+    traces,
 )
+from mindgrpo_engine.engine import llm_arguments
+from mindgrpo_engine.protocol import UserFailure
 from small_models import TINY, UNTIED
 
 pytestmark = needs_vllm
@@ -44,18 +50,18 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject.engine.close()
 
 
-def test_two_workers_agree_with_one(split: Subject, oracle: Oracle, tmp_path: Path) -> None:
+def test_two_workers_agree_with_one(
+    split: Subject, untied: Subject, oracle: Oracle, tmp_path: Path
+) -> None:
     for names in (list(split.tensors), [ONE], [EMBEDDING]):
         split.publish(names)
         assert gap(split, oracle, tmp_path) < EXACT
-    untied = started(tmp_path / "model", "untied")
-    untied.tensors, untied.version = split.tensors, 1
+    untied.tensors = split.tensors
     untied.publish([])
     for temperature in (1.0, 0.7):
         assert gap(split, oracle, tmp_path, temperature) < EXACT
         both = [s.generate(requests_of(PROMPTS), temperature=temperature) for s in (split, untied)]
         assert [done["tokens"] for done in both[0]] == [done["tokens"] for done in both[1]]
-    untied.engine.close()
 
 
 def test_a_failure_of_one_worker_leaves_the_answers_in_step(
@@ -82,12 +88,6 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state not in "ZX"
-
-
-def traces(engine: EngineProcess) -> list[str]:
-    """What of the engine's is still there: its folder, and its names in /dev/shm."""
-    left = [name for name in engine.ready["shared_memory"] if Path("/dev/shm", name).exists()]
-    return left + [path for path in [engine.ready["folder"]] if Path(path).exists()]
 
 
 def orphans() -> set[str]:
@@ -121,11 +121,18 @@ def test_workers_of_a_killed_engine_end_and_its_shared_memory_is_known(split: Su
     assert mine.isdisjoint(os.listdir("/dev/shm"))
 
 
-def test_the_end_of_the_socket_ends_engine_and_workers_while_they_work(tmp_path: Path) -> None:
-    subject = started(tmp_path / "model", "untied", tensor_parallel=2)
+def test_bfloat16_is_near_and_the_end_of_the_socket_ends_engine_and_workers_while_they_work(
+    oracle: Oracle, tmp_path: Path
+) -> None:
+    subject = started(tmp_path / "model", "untied", tensor_parallel=2, dtype="bfloat16")
+    for names in ([ONE], [EMBEDDING]):
+        subject.publish(names)
+        largest = gap(subject, oracle, tmp_path)
+        print(f"bfloat16: gap {largest:.3f}")
+        assert largest < NEAR
     engine = subject.engine
     many = requests_of(PROMPTS, num_samples=100, limit=100)
-    message = {"type": "generate", "version": 1, "requests": many}
+    message = {"type": "generate", "version": subject.version, "requests": many}
     send(engine.socket, message | {"sampling": PLAIN})
     time.sleep(1)
     engine.socket.close()
@@ -142,19 +149,6 @@ def test_the_end_of_the_socket_ends_an_idle_engine() -> None:
     engine.close()
 
 
-def test_bfloat16_is_near_and_stop_leaves_nothing(oracle: Oracle, tmp_path: Path) -> None:
-    subject = started(tmp_path / "model", "tied", dtype="bfloat16")
-    for names in ([ONE], [EMBEDDING]):
-        subject.publish(names)
-        largest = gap(subject, oracle, tmp_path)
-        print(f"bfloat16: gap {largest:.3f}")
-        assert largest < NEAR
-    assert subject.engine.ask({"type": "stop"}) == {"type": "stopped"}
-    assert subject.engine.process.wait(10) == 0
-    assert traces(subject.engine) == []
-    subject.engine.close()
-
-
 def test_sizes_that_vllms_kernels_refuse_are_refused_at_the_start(tmp_path: Path) -> None:
     config = UNTIED | {"hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config), "utf-8")
@@ -166,10 +160,11 @@ def test_sizes_that_vllms_kernels_refuse_are_refused_at_the_start(tmp_path: Path
     engine.close()
 
 
-def test_an_unknown_argument_is_named_and_ends_the_process(tmp_path: Path) -> None:
-    engine = EngineProcess(TINY)
-    reply = engine.start(max_num_sequences=4)
-    assert reply["type"] == "error" and reply["kind"] == "user", reply
-    assert "max_num_sequences" in reply["error"] and "max_num_seqs" in reply["error"]
-    assert engine.process.wait(10) == 1
-    engine.close()
+def test_an_unknown_argument_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for vLLM's class, whose import takes 12 s; every engine above starts by way of the real one."""
+    known = make_dataclass("EngineArgs", ["block_size", "max_num_seqs"])
+    for name in ("vllm", "vllm.engine", "vllm.engine.arg_utils"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.engine.arg_utils"], "EngineArgs", known, raising=False)
+    with pytest.raises(UserFailure, match="max_num_sequences.* did you mean max_num_seqs"):
+        llm_arguments({"arguments": LIMITS | {"max_num_sequences": 4}}, "cpu")

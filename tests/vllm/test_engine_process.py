@@ -27,6 +27,7 @@ from engine_subject import (
     needs_vllm,
     requests_of,
     started,
+    traces,
 )
 from small_models import changed
 
@@ -36,13 +37,6 @@ pytestmark = needs_vllm
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject = started(tmp_path_factory.mktemp("tied") / "model", "tied")
-    yield subject
-    subject.engine.close()
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    subject = started(tmp_path_factory.mktemp("untied") / "model", "untied")
     yield subject
     subject.engine.close()
 
@@ -253,3 +247,10 @@ def test_a_sample_that_is_refused_gives_up_those_before_it(tied: Subject) -> Non
     # The prefix cache is not reset while a request is running.
     assert tied.engine.ask({"type": "sleep"})["type"] == "asleep"
     assert tied.engine.ask({"type": "wake"})["type"] == "awake"
+
+
+def test_stop_leaves_nothing(untied: Subject) -> None:
+    """Last: the other tests' engine is gone."""
+    assert untied.engine.ask({"type": "stop"}) == {"type": "stopped"}
+    assert untied.engine.process.wait(10) == 0
+    assert traces(untied.engine) == []
