@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_runs import input_keys, make_inputs
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
 
@@ -22,7 +23,15 @@ from job import Job  # noqa: E402
 from kill_matrix import ARGUMENTS, Case, run_case, words  # noqa: E402
 
 RANKS = 8
-SMALL = words(ARGUMENTS | {"rl_config.prompts_per_step": 4, "rl_config.eval_samples": 8})
+SMALL = {"rl_config.prompts_per_step": 4, "rl_config.eval_samples": 8}
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A layer for each of two stages."""
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder, layers=2)
+    return words(ARGUMENTS | SMALL | input_keys(folder))
 
 
 @pytest.mark.parametrize(
@@ -35,19 +44,19 @@ SMALL = words(ARGUMENTS | {"rl_config.prompts_per_step": 4, "rl_config.eval_samp
     ids=lambda case: case.phase,
 )
 def test_a_killed_rank_ends_the_job_in_time_with_its_name_and_phase_and_nothing_is_left(
-    tmp_path: Path, case: Case
+    tmp_path: Path, case: Case, arguments: list[str]
 ) -> None:
-    told = run_case(case, RANKS, tmp_path / "job", None, SMALL)
+    told = run_case(case, RANKS, tmp_path / "job", None, arguments)
     assert told["good"], json.dumps(told)
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path, arguments: list[str]) -> Iterator[Job]:
     deadlines = {
         "monitor_config.phase_deadline_action": "stop",
         "monitor_config.phase_deadlines.score": 7,
     }
-    with Job(tmp_path / "job", RANKS, [*SMALL, *words(deadlines)]) as job:
+    with Job(tmp_path / "job", RANKS, [*arguments, *words(deadlines)]) as job:
         yield job
 
 
