@@ -10,7 +10,13 @@ import pytest
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
-from mindgrpo.models.expert_plan import merge_routes, plan_experts, routes_by_sample, with_plan
+from mindgrpo.models.expert_plan import (
+    load_of_fullest,
+    merge_routes,
+    plan_experts,
+    routes_by_sample,
+    with_plan,
+)
 
 LAYERS, EXPERTS, SLOTS = 2, 5, 2
 # Prompts and completions: three groups, one of which fills no row by itself.
@@ -90,6 +96,15 @@ def test_routes_of_one_packing_are_those_of_the_same_tokens_in_another(
     tokens = sum(len({c for placed in row for c in placed.inputs.tolist()}) for row in rows)
     padded_rows = -(-len(rows) // (shape.rows * num_shares)) * shape.rows * num_shares
     assert num_padding == padded_rows * shape.length - tokens
+
+
+def test_the_load_is_that_of_the_fullest_expert_of_any_layer() -> None:
+    even = np.array([[[0, 1], [2, 3]], [[2, 3], [1, 0]]], np.int16)
+    assert load_of_fullest({0: even}, 4) == 1.0
+    # The first layer's expert 0 has 3 of 6 slots, whose mean is 1.5; a token without experts is in neither.
+    more = np.array([[[0, 1], [2, 1]], [[-1, -1], [-1, -1]], [[0, 3], [0, 3]]], np.int16)
+    one = np.array([[[0, 2], [1, 2]]], np.int16)
+    assert load_of_fullest({0: more, 1: one}, 4) == 3 / 1.5
 
 
 def test_ranks_that_share_rows_merge_what_each_has_recorded() -> None:

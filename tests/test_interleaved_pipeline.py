@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from distributed import cases as c
 
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
@@ -44,6 +45,10 @@ CONFIG = decoder_config(
         "tie_word_embeddings": True,
     },
     "here",
+)
+# Of two stages the first has none.
+EXPERTS = decoder_config(
+    c.QWEN3_MOE | {"num_hidden_layers": 4, "vocab_size": 64, "mlp_only_layers": [0, 1]}, "here"
 )
 SHAPE, LENGTHS, TEMPERATURE = MicroShape(1, 16), (9, 5, 12, 7, 3, 10, 8), 0.9
 Bits = tuple[Any, ...]
@@ -78,16 +83,16 @@ class Links:
         return lambda peer, shape: Link(peer)
 
 
-def micro_batches() -> list[MicroBatch]:
+def rollout() -> PackedRollout:
     rng = np.random.default_rng(0)
-    rollout = Rollout.single_turn(
+    samples = Rollout.single_turn(
         [rng.integers(0, 64, 3).astype(np.int32) for _ in LENGTHS],
         [rng.integers(0, 64, count).astype(np.int32) for count in LENGTHS],
         ["stop"] * len(LENGTHS),
         [np.zeros(count, np.float32) for count in LENGTHS],
         range(len(LENGTHS)),
     )
-    return PackedRollout(rollout).micro_batches(SHAPE, 1, 0)
+    return PackedRollout(samples)
 
 
 def losses(batches: Sequence[MicroBatch]) -> list[LossInputs]:
@@ -103,10 +108,13 @@ def losses(batches: Sequence[MicroBatch]) -> list[LossInputs]:
 
 
 @cache
-def outcome(stages: int, chunks: int, recompute: Recompute = KEEP_ALL) -> tuple[Bits, ...]:
+def outcome(
+    stages: int, chunks: int, recompute: Recompute = KEEP_ALL, has_experts: bool = False
+) -> tuple[Bits, ...]:
     """The bits of log-probs, of what an update predicts and of its gradients."""
     backend, lock, links = CpuBackend({}), threading.Lock(), Links()
-    layout = Layout.of(Mesh(1, 1, stages), parameter_specs(CONFIG), pp_interleave_num=chunks)
+    config = EXPERTS if has_experts else CONFIG
+    layout = Layout.of(Mesh(1, 1, stages), parameter_specs(config), pp_interleave_num=chunks)
     compiled = backend.graph
 
     def graph(cell: Any, name: str) -> Callable[..., Any]:
@@ -118,14 +126,13 @@ def outcome(stages: int, chunks: int, recompute: Recompute = KEEP_ALL) -> tuple[
 
         return call
 
-    batches = micro_batches()
     backend.graph = graph  # type: ignore[method-assign, assignment]
     pipelines, backwards, gradients = [], [], []
     for stage in range(stages):
         weights, gradient = (Weights(layout, stage, backend, name) for name in ("weights", "grad"))
         fill_random(weights, seed=3, scale=0.2)
         backend.link = links.of(stage)  # type: ignore[method-assign, assignment]
-        shard = Shard(CONFIG, weights, backend)
+        shard = Shard(config, weights, backend)
         pipeline = ForwardPipeline(
             shard, backend, "policy", SHAPE, 16, TEMPERATURE, recompute, keeps_flows=True
         )
@@ -143,8 +150,10 @@ def outcome(stages: int, chunks: int, recompute: Recompute = KEEP_ALL) -> tuple[
         gradients.append(gradient)
 
     def run(stage: int) -> tuple[Any, Any]:
-        ahead = pipelines[stage].log_probs(batches)
-        return ahead, forward_backward(pipelines[stage], batches, backwards[stage], losses(batches))
+        packed, pipeline = rollout(), pipelines[stage]
+        batches = packed.micro_batches(SHAPE, 1, 0)
+        ahead, planned = pipeline.record(batches, packed), pipeline.planned(batches, packed)
+        return ahead, forward_backward(pipeline, planned, backwards[stage], losses(batches))
 
     with ThreadPoolExecutor(stages) as threads:
         *_, (logps, predictions) = threads.map(run, range(stages))
@@ -163,8 +172,12 @@ def outcome(stages: int, chunks: int, recompute: Recompute = KEEP_ALL) -> tuple[
 def test_stages_in_chunks_compute_the_bits_of_two_and_of_one(
     stages: int, chunks: int, recompute: Recompute
 ) -> None:
-    assert len(micro_batches()) == 5, "no multiple of the stages"
+    assert len(rollout().micro_batches(SHAPE, 1, 0)) == 5, "no multiple of the stages"
     found = outcome(stages, chunks, recompute)
     assert found == outcome(2, 1)
     # The gradient of the table that both ends have is the sum of what each adds up.
     assert found[:2] == outcome(1, 1)[:2]
+
+
+def test_a_stage_without_experts_records_and_plans_none() -> None:
+    assert outcome(2, 1, has_experts=True)[:2] == outcome(1, 1, has_experts=True)[:2]

@@ -389,13 +389,14 @@ class PackedRollout:
     """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
 
     `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
-    `routes` are the experts of each sample's tokens in the layers of this rank, once a forward pass has recorded them
-    (models/expert_plan.py).
+    `routes` are the experts of each sample's tokens in the layers of this rank, once a forward pass has recorded them,
+    and `expert_load` is that of the fullest (models/expert_plan.py).
     """
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
         self.routes: Mapping[int, np.ndarray] | None = None
+        self.expert_load: float | None = None
         self._pack = cache(partial(pack, rollout))
         self._micro_batches = cache(partial(micro_batches, rollout))
 

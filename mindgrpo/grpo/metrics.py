@@ -215,6 +215,9 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
             "partial_rollout/stale_token_fraction": partial.stale_tokens,
             "prompts_used": prompts_used,
         }
+    loads = [own.expert_load for own in outcome.reports if own.expert_load is not None]
+    if loads:
+        metrics["moe/load_max"] = max(loads)
     if outcome.correction is not None:
         metrics |= {
             "importance_weight/mean": outcome.correction.mean,

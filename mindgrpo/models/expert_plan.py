@@ -70,6 +70,16 @@ def merge_routes(by_rank: Iterable[Mapping[int, np.ndarray]]) -> dict[int, np.nd
     return merged
 
 
+def load_of_fullest(routes: Mapping[int, np.ndarray], num_experts: int) -> float:
+    """Returns how many tokens the fullest expert of any layer has, as a multiple of its layer's mean: 1 or more.
+
+    A prompt counts with each of its samples.
+    """
+    layers = np.moveaxis(np.concatenate(list(routes.values())), 1, 0)
+    counts = np.stack([np.bincount(own[own >= 0], minlength=num_experts) for own in layers])
+    return float((counts.max(1) / np.maximum(counts.mean(1), 1.0 / num_experts)).max())
+
+
 def with_plan(batch: MicroBatch, routes: Mapping[int, np.ndarray], num_experts: int) -> MicroBatch:
     """Returns the micro-batch with the routes of its samples and a plan of them."""
     layers, slots = next(iter(routes.values())).shape[1:]

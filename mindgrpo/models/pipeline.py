@@ -30,7 +30,12 @@ from mindgrpo.models.decoder import (
     StageInputs,
     tensors_of,
 )
-from mindgrpo.models.expert_plan import merge_routes, routes_by_sample, with_plan
+from mindgrpo.models.expert_plan import (
+    load_of_fullest,
+    merge_routes,
+    routes_by_sample,
+    with_plan,
+)
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
@@ -232,7 +237,7 @@ class ForwardPipeline:
                     continue
                 results.append((out[0].asnumpy(), out[1].asnumpy()))
         if routes is not None:
-            routes += [np.concatenate(own) for own in recorded]
+            routes += [np.concatenate(own) for own in recorded if own]
         return results if self.has_head else None
 
     def record(
@@ -240,20 +245,24 @@ class ForwardPipeline:
     ) -> list[Predictions] | None:
         """Returns log_probs; of a model with experts that is trained, `packed` keeps the routes of its samples.
 
-        All ranks with the same layers together, whose micro-batches have all samples.
+        All ranks together; the micro-batches of those with the same layers have all samples.
         """
-        if self.same_layers is None or not self.is_trained:
+        moe = self.shard.config.moe
+        if moe is None or not self.is_trained:
             return self.log_probs(batches)
         routes: list[np.ndarray] = []
-        results = self.log_probs(batches, routes)
-        by_rank = self.same_layers.gather_objects(routes_by_sample(batches, routes))
-        packed.routes = merge_routes(by_rank)
+        results, packed.routes = self.log_probs(batches, routes), {}
+        # A stage may have no layer with experts.
+        if self.same_layers is not None:
+            by_rank = self.same_layers.gather_objects(routes_by_sample(batches, routes))
+            packed.routes = merge_routes(by_rank)
+            packed.expert_load = load_of_fullest(packed.routes, moe.num_experts)
         return results
 
     def planned(self, batches: Sequence[MicroBatch], packed: PackedRollout) -> Sequence[MicroBatch]:
         """Returns the micro-batches with plans of the routes that are recorded; where none are, `batches`."""
         moe = self.shard.config.moe
-        if packed.routes is None or moe is None:
+        if not packed.routes or moe is None:
             return batches
         return [with_plan(batch, packed.routes, moe.num_experts) for batch in batches]
 

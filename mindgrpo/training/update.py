@@ -6,7 +6,7 @@ Samples that have a gradient go forward and backward, the others only forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def accumulate_gradients(
     """
     mesh = policy.weights.layout.mesh
     share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
-    if policy.pipeline.same_layers is not None and packed.routes is None:
+    if policy.shard.config.moe is not None and packed.routes is None:
         # Whoever wanted no log-probs of before has no routes of before either.
         whole = packed.micro_batches(
             policy.pipeline.shapes.choose(packed, mesh.dp), mesh.dp, share, part=part
@@ -140,7 +140,8 @@ class UpdateReport:
 
     `entropies` likewise, and empty unless the policy's settings keep them.
     `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
-    either end of the clip decided; `padding_share` is of the rows' positions.
+    either end of the clip decided; `padding_share` is of the rows' positions. `expert_load` is expert_plan's
+    load_of_fullest of all of the step's samples and layers, None of a model without experts.
     """
 
     loss: float
@@ -152,6 +153,7 @@ class UpdateReport:
     logps: PerToken
     entropies: PerToken
     padding_share: float
+    expert_load: float | None = None
 
     @property
     def clip_fraction(self) -> float:
@@ -180,10 +182,12 @@ def update(
     # Those that share rows, and those of a layer, have the same.
     if policy.weights.layout.mesh.group(rank, ("cp", "mp"))[0] != rank:
         own = {}
-    by_rank = policy.backend.world.gather_objects(own)
-    merged = {i: pair for samples in by_rank for i, pair in samples.items()}
+    by_rank = policy.backend.world.gather_objects((own, packed.expert_load))
+    merged = {i: pair for samples, _ in by_rank for i, pair in samples.items()}
+    loads = [load for _, load in by_rank if load is not None]
     norm = policy.gradient_norm()
     report = _report(settings, batch, merged, weights, norm, padding)
+    report = replace(report, expert_load=max(loads, default=None))
     _refuse_non_finite(policy, report)
     if check is not None:
         try:
