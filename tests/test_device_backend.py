@@ -187,6 +187,23 @@ def test_a_rank_that_has_caught_a_failed_exchange_waits_for_nobody() -> None:
     assert backend.health.heartbeats()[0].waits_since == 0.0
 
 
+def test_a_graph_of_fewer_inputs_does_not_take_any_from_one_that_was_compiled_before(
+    device: Backend,
+) -> None:
+    """As the sums of a layer's weights: a stage has fewer beside its layers than the generator."""
+
+    class Total(nn.Cell):
+        def construct(self, *inputs: Tensor) -> Tensor:
+            total = inputs[0]
+            for x in inputs[1:]:
+                total = total + x
+            return total
+
+    graph = device.graph(Total(), "total")
+    for count in (1, 3, 2, 3, 1, 2):
+        assert graph(*[Tensor(np.ones(1, np.float32))] * count).asnumpy() == count
+
+
 def test_a_range_has_one_parameter_that_is_there_before_the_memory(device: Backend) -> None:
     pool = device.pool(16)
     pool.parameter("one", 0, (8,))

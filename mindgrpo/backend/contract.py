@@ -415,8 +415,8 @@ class Graph:
 
     def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
         self._cell, self._name, self._log = cell, name, log
-        # MindSpore's names of the graphs by their inputs' shapes.
-        self._compiled: dict[tuple[Any, ...], dict[str, str]] = {}
+        # MindSpore's names of the graphs by their inputs' shapes, and which of these inputs are mutable.
+        self._compiled: dict[tuple[Any, ...], tuple[dict[str, str], Any]] = {}
         self._names: dict[str, str] = {}
         if isinstance(cell, nn.Cell):
             cell.phase, self._names = PHASES.get(name, OTHER_PHASE), cell.phase_cache
@@ -425,10 +425,15 @@ class Graph:
         shapes = tuple(
             (tuple(x.shape), str(x.dtype)) if isinstance(x, Tensor) else type(x) for x in inputs
         )
+        cell: Any = self._cell
         if shapes in self._compiled:
-            self._names |= self._compiled[shapes]
-            return self._cell(*inputs)
+            names, are_mutable = self._compiled[shapes]
+            self._names |= names
+            if are_mutable is not None:
+                # Of the last compilation otherwise, and of more inputs than it had MindSpore drops the rest.
+                cell._has_mutable_args_list = are_mutable
+            return cell(*inputs)
         self._names.clear()
-        result = self._log.run(self._name, lambda: self._cell(*inputs))
-        self._compiled[shapes] = dict(self._names)
+        result = self._log.run(self._name, lambda: cell(*inputs))
+        self._compiled[shapes] = dict(self._names), getattr(cell, "_has_mutable_args_list", None)
         return result
