@@ -272,6 +272,7 @@ SPREAD = (
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True, chunks=2),
     Case("eight layers", (1, 1, 4), (2, 2), recompute=True, chunks=2),
+    Case("experts", (2, 1, 2), (4, 1), recompute=True, shards_optimizer=True),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.
