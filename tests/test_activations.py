@@ -68,6 +68,11 @@ def test_a_token_keeps_a_row_for_each_of_its_experts(kind: Kind) -> None:
     dense_mlp = INNER * (5 * 4 if kind == "plain" else 3 * size)
     kept = [update_bytes(one, stage(5)).kept for one in (dense, sparse)]
     assert kept[1] - kept[0] == 5 * TOKENS * (rows - dense_mlp)
+    if kind == "native":
+        # Gradients at work: of rows, and as wide as a token's experts gate and up, their product, and that again.
+        at_work = chosen * (2 * HIDDEN + 4 * inner) + number + 2 * chosen
+        working = update_bytes(sparse, stage(5)).working
+        assert working == TOKENS * size * (2 * HIDDEN + at_work)
     # A layer of a model with both kinds is counted as the larger.
     both = replace(sparse, block=replace(sparse.block, inner=1000))
     assert update_bytes(both, stage(5)).kept == 5 * TOKENS * 1000 * dense_mlp // INNER + (

@@ -258,18 +258,22 @@ def _of_experts(graphs: Graphs, experts: LocalExperts, a_width: int) -> int:
     return rows * a_row + FLOAT * (number + 2 * rows)
 
 
-def _inside_mlp(graphs: Graphs, widths: int) -> int:
-    """Returns the bytes per token of so many tensors as wide as the feed-forward, which are not kept."""
-    block = graphs.block
-    a_width = widths * (graphs.itemsize if graphs.kind != "plain" else FLOAT)
-    of_experts = _of_experts(graphs, block.experts, a_width) if block.experts is not None else 0
-    return max(block.inner * a_width, of_experts)
+def _inside_mlp(graphs: Graphs, widths: int, again: int = 0) -> int:
+    """Returns the bytes per token of so many tensors as wide as the feed-forward, which are not kept.
+
+    Those of experts are `again` more.
+    """
+    block, size = graphs.block, graphs.itemsize if graphs.kind != "plain" else FLOAT
+    dense = block.inner * widths * size
+    if block.experts is None:
+        return dense
+    return max(dense, _of_experts(graphs, block.experts, (widths + again) * size))
 
 
 def _backward(graphs: Graphs) -> int:
     """Returns the bytes of gradients of a layer's results beside what it keeps, at the larger of its two halves."""
     size, heads = graphs.itemsize, graphs.block.heads
-    mlp = _inside_mlp(graphs, 3)
+    mlp = _inside_mlp(graphs, 3, again=graphs.kind == "native")
     attention = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT

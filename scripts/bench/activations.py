@@ -4,7 +4,8 @@ activations.py [--shapes square,...] [--recompute false,true] [--backend shared_
 JSON line. Each case is a run of so many ranks of a layer, with sequence parallelism or without, with random weights;
 its figures are those of the first rank. Measured are the pages of MindSpore's own memory that one call touches
 (`Referenced` of /proc/self/smaps after writing 1 to clear_refs), in its second step, when everything is compiled.
-Weights, gradients and moments lie in memory of their own. Refuses to say anything of accelerators.
+Weights, gradients and moments lie in memory of their own; so does what C kernels of experts work in, which is planned
+and not measured: 4 bytes a width of a token's experts forward, 16 backward. Refuses to say anything of accelerators.
 """
 
 from __future__ import annotations
@@ -49,6 +50,20 @@ SHAPES = {
     "vocabulary": Work(model(256, 704, 2, 8, 4, 32768), 2, 4, 64, 513),
     "short": Work(model(256, 704, 4, 8, 4, 2048), 2, 4, 64, 113),
 }
+
+
+# Of which a token passes two of eight.
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+SHAPES["experts"] = Work(model(256, 704, 4, 8, 4, 2048) | EXPERTS, 2, 4, 64, 513)
 
 
 def own_block() -> None:
