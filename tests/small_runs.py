@@ -66,9 +66,9 @@ monitor_config: {{per_token: 1, report: false}}
 """
 # For runs of which it does not matter what they compute: one graph is compiled, that of a micro-batch's update, not
 # those of the reference's and the policy's log-probs as well.
+NO_REFERENCE = ("--rl_config.beta=0", "--ref_config.sync_ref_model=false")
 ONE_GRAPH = (
-    "--rl_config.beta=0",
-    "--ref_config.sync_ref_model=false",
+    *NO_REFERENCE,
     "--rl_config.num_iterations=1",
     "--rl_config.updates_per_rollout=1",
 )

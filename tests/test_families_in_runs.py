@@ -57,7 +57,7 @@ def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options, words = FAMILIES[family]
+    options, words = FAMILIES[family][0], [*small_runs.ONE_GRAPH, *FAMILIES[family][1]]
     for key, value in {"model_type": family, **options}.items():
         monkeypatch.setitem(small_runs.MODEL, key, value)
     small_runs.make_inputs(tmp_path)

@@ -27,7 +27,7 @@ from small_generators import (
     requests_of,
     run_by,
 )
-from small_runs import STEPS, completions, make_inputs, model_bits, rows, run
+from small_runs import NO_REFERENCE, STEPS, completions, make_inputs, model_bits, rows, run
 
 from mindgrpo.algorithm.sample import STOPPED, PartialGroup, Request, Sample
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -42,7 +42,7 @@ STOPS = json.dumps(list(range(0, 384, 3)))
 LENGTHS = ("--generate_config.sampling_config.max_tokens", "12")
 LENGTHS += ("--generate_config.sampling_config.eos_token_id", STOPS)
 CORRECTED = ("--rl_config.importance_sampling_correction", "token_truncate")
-WHOLE = (*LENGTHS, *CORRECTED, "--rl_config.dynamic_sampling", "false")
+WHOLE = (*NO_REFERENCE, *LENGTHS, *CORRECTED, "--rl_config.dynamic_sampling", "false")
 PARTIAL = (*WHOLE, "--rl_config.partial_rollout", "true")
 SMALL_CHUNKS = (
     "--rl_config.partial_rollout_chunk",
