@@ -177,8 +177,17 @@ def test_the_decode_loop_says_what_it_lacks_in_one_sentence(
 
 @pytest.mark.parametrize(
     ("family", "in_loop"),
-    {"qwen2": True, "llama": True, "qwen3": True, "olmo2": False, "gemma3_text": False}.items(),
+    dict.fromkeys(("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral"), True).items()
+    | dict.fromkeys(("olmo2", "gemma3_text"), False).items(),
 )
 def test_which_families_the_decode_loop_computes(family: str, in_loop: bool) -> None:
-    config = decoder_config(RAW | {"model_type": family}, "here")
+    of_experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    config = decoder_config(RAW | of_experts | {"model_type": family}, "here")
     assert bool(missing_options(config)) != in_loop

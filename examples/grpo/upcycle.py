@@ -17,14 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
-# The names of a dense MLP's matrices in each family's experts.
-FAMILIES = {
-    "llama": ("mixtral", "block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3": ("qwen3_moe", "mlp", ("gate_proj", "up_proj", "down_proj")),
+from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.errors import UserError
+from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory, SafetensorsWriter
+
+FAMILIES = {"llama": "mixtral", "qwen3": "qwen3_moe"}
+# Where router and experts of a layer are in files, and what a dense MLP's matrices are called there.
+MODULE = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}
+NAMES = {
+    "mixtral": {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    "qwen3_moe": {name: name for name in ("gate_proj", "up_proj", "down_proj")},
 }
-DENSE = ("gate_proj", "up_proj", "down_proj")
 DENSE_MLP = re.compile(r"model\.layers\.(\d+)\.mlp\.(gate_proj|up_proj|down_proj)\.weight")
 ROUTER_SCALE = 0.02
 
@@ -36,7 +40,7 @@ def make_config(dense: dict[str, Any], experts: int, per_token: int) -> dict[str
         raise ValueError(f"model_type is {kind!r}, but only {' and '.join(FAMILIES)} can be turned")
     if dense.get("attention_bias") or dense.get("mlp_bias"):
         raise ValueError("the model has biases, which no family with experts has")
-    made = {**dense, "model_type": FAMILIES[kind][0], "num_experts_per_tok": per_token}
+    made = {**dense, "model_type": FAMILIES[kind], "num_experts_per_tok": per_token}
     if kind == "llama":
         return {**made, "architectures": ["MixtralForCausalLM"], "num_local_experts": experts}
     return {
@@ -50,22 +54,37 @@ def make_config(dense: dict[str, Any], experts: int, per_token: int) -> dict[str
     }
 
 
-def make_tensors(
-    dense: dict[str, np.ndarray], config: dict[str, Any], experts: int, seed: int
-) -> dict[str, np.ndarray]:
-    module, names = next(own[1:] for own in FAMILIES.values() if own[0] == config["model_type"])
-    rng, made = np.random.default_rng(seed), {}
-    for key, tensor in dense.items():
-        if (match := DENSE_MLP.fullmatch(key)) is None:
-            made[key] = tensor
-            continue
-        prefix = f"model.layers.{match[1]}.{module}"
-        for expert in range(experts):
-            made[f"{prefix}.experts.{expert}.{names[DENSE.index(match[2])]}.weight"] = tensor
-        if match[2] == "gate_proj":
-            router = ROUTER_SCALE * rng.standard_normal((experts, config["hidden_size"]))
-            made[f"{prefix}.gate.weight"] = router.astype(tensor.dtype)
-    return made
+def num_experts(config: dict[str, Any]) -> int:
+    return int(config.get("num_experts") or config["num_local_experts"])
+
+
+def renamed(name: str, config: dict[str, Any]) -> list[str]:
+    """The tensors that tensor `name` of the dense model becomes: one for each expert, or itself."""
+    if (match := DENSE_MLP.fullmatch(name)) is None:
+        return [name]
+    kind = config["model_type"]
+    prefix, own = f"model.layers.{match[1]}.{MODULE[kind]}", NAMES[kind][match[2]]
+    return [f"{prefix}.experts.{i}.{own}.weight" for i in range(num_experts(config))]
+
+
+def write(dense: ModelFiles, config: dict[str, Any], directory: Path, seed: int) -> None:
+    """Writes the mixture in the dense model's dtype."""
+    router = (num_experts(config), config["hidden_size"])
+    made = {name: renamed(name, config) for name in dense.names}
+    shapes = {new: dense.shape(name) for name, all_of in made.items() for new in all_of}
+    layers = range(config["num_hidden_layers"])
+    routers = [f"model.layers.{i}.{MODULE[config['model_type']]}.gate.weight" for i in layers]
+    rng = np.random.default_rng(seed)
+    dtypes = {tensor.dtype for own in dense.slices.values() for _, tensor in own}
+    dtype: Dtype = "bfloat16" if dtypes == {"BF16"} else "float32"
+    shapes |= dict.fromkeys(routers, router)
+    with SafetensorsWriter(directory, shapes, dtype=dtype) as writer:
+        for name, all_of in made.items():
+            tensor = dense.read(name)
+            for new in all_of:
+                writer.add(new, tensor)
+        for name in routers:
+            writer.add(name, (ROUTER_SCALE * rng.standard_normal(router)).astype(np.float32))
 
 
 def main() -> None:
@@ -83,19 +102,14 @@ def main() -> None:
         config = make_config(dense, given.experts, given.per_token)
     except (OSError, ValueError) as error:
         sys.exit(f"{given.model / 'config.json'}: {error}.")
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(given.model.glob("*.safetensors")):
-        tensors |= load_file(file)
-    given.output.mkdir(parents=True, exist_ok=True)
-    made = make_tensors(tensors, config, given.experts, given.seed)
-    save_file(made, given.output / "model.safetensors", metadata={"format": "pt"})
+    try:
+        write(SafetensorsDirectory(given.model), config, given.output, given.seed)
+    except UserError as error:
+        sys.exit(str(error))
     (given.output / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in given.model.iterdir():
-        if (
-            file.name != "config.json"
-            and file.suffix in (".json", ".jinja", ".txt")
-            and "safetensors" not in file.name
-        ):
+        is_index = file.name in ("config.json", "model.safetensors.index.json")
+        if file.suffix in (".json", ".jinja", ".txt") and not is_index:
             shutil.copy(file, given.output)
 
 

@@ -6,19 +6,8 @@ from typing import Any
 
 from mindspore import nn
 
-from mindgrpo.backend.kernels.shapes import Routing
 from mindgrpo.models.decoder_config import MoeConfig
-from mindgrpo.models.shard import Shard
-
-
-def routing_of(moe: MoeConfig) -> Routing:
-    return Routing(
-        moe.num_experts,
-        moe.per_token,
-        moe.scores == "sigmoid",
-        moe.renormalise,
-        moe.scaling,
-    )
+from mindgrpo.models.shard import Shard, routing
 
 
 class MixtureOfExperts(nn.Cell):
@@ -30,7 +19,7 @@ class MixtureOfExperts(nn.Cell):
 
     def __init__(self, shard: Shard, index: int, moe: MoeConfig, chooses: bool) -> None:
         super().__init__()
-        prefix, kernels, routing = f"model.layers.{index}.mlp.", shard.kernels, routing_of(moe)
+        prefix, kernels, how = f"model.layers.{index}.mlp.", shard.kernels, routing(moe)
         self.gate = shard[prefix + "gate.weight"]
         self.gate_up = shard[prefix + "experts.gate_up_proj.weight"]
         self.down = shard[prefix + "experts.down_proj.weight"]
@@ -38,9 +27,9 @@ class MixtureOfExperts(nn.Cell):
         self.exact_gate, self.exact = shard.vector(), shard.exact()
         self.chooses = chooses
         if chooses:
-            self.choose = shard.cell(kernels.choose_experts, routing)
-            self.sort = shard.cell(kernels.sort_slots, routing)
-        self.router = shard.cell(kernels.router, routing)
+            self.choose = shard.cell(kernels.choose_experts, how)
+            self.sort = shard.cell(kernels.sort_slots, how)
+        self.router = shard.cell(kernels.router, how)
         self.take, self.sum = shard.cell(kernels.take_rows), shard.cell(kernels.weighted_sum)
         self.experts = shard.cell(kernels.expert_mlp, shard.config.activation)
 

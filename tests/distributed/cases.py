@@ -127,7 +127,7 @@ RECIPES = {
     # Its distributions are sharp: with more stop ids some completions end early.
     "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
     # The second iteration computes the experts of before the first one.
-    "experts": Recipe(QWEN3_MOE, num_iterations=2, in_loop=False),
+    "experts": Recipe(QWEN3_MOE, num_iterations=2, sampling={"stop_ids": tuple(range(12))}),
     "low rank": Recipe(DEEPER, lora=(3, 6.0)),
     "dapo": Recipe(
         QWEN2,

@@ -205,7 +205,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
     The loop is written apart from models/decoder.py. For what it lacks, generation runs plain.py, the decoder's own.
     """
     family = config.family
-    norms = family.norms
+    norms, moe = family.norms, config.moe
     options = {
         "no norm before attention or MLP": norms.attention_in is None or norms.mlp_in is None,
         "norms behind attention or MLP": bool(norms.attention_out or norms.mlp_out),
@@ -215,7 +215,8 @@ def missing_options(config: DecoderConfig) -> list[str]:
         "scaled embeddings": family.scaled_embeddings,
         "a scale of its own on queries": config.query_scale != config.head_dim**-0.5,
         "local layers": any(layer.is_local for layer in config.layers),
-        "layers with experts": any(layer.has_experts for layer in config.layers),
+        "experts in groups, shared or with a bias": moe is not None
+        and (moe.groups > 1 or moe.shared_inner > 0 or moe.has_bias),
     }
     return [option for option, is_there in options.items() if is_there]
 
