@@ -117,26 +117,26 @@ class Kernels:
         Logits, their sums and scores are float32 in any precision. A score is that of the dense softmax, through which
         x and the weight get their gradients (arXiv:1701.06538).
         """
-        return mindspore_experts.Router(routing)
+        return mindspore_experts.PlainRouter(routing)
 
     def choose_experts(self, routing: Routing) -> nn.Cell:
         """Makes a cell: (x [N, H], weight [H, E]) -> routes int32 [N, K]: the experts of the largest scores, falling;
         of equal ones the first. There is no gradient."""
-        return mindspore_experts.ChooseExperts(routing)
+        return mindspore_experts.PlainChooseExperts(routing)
 
     def sort_slots(self, routing: Routing) -> nn.Cell:
         """Makes a cell: routes int32 [N, K] -> (order [N K], counts int32 [E], home [N, K]).
 
         Rows are sorted by expert, and those of one lie as their slots do. A slot of expert -1 has no row.
         """
-        return mindspore_experts.SortSlots(routing)
+        return mindspore_experts.PlainSortSlots(routing)
 
     def take_rows(self) -> nn.Cell:
         """Makes a cell: (x [N, H], order [S], home [N, K]) -> [S, H], the token of each row, zeros for -1.
 
         The gradient of x is weighted_sum with scores of 1: a sum in the order of a token's slots.
         """
-        return mindspore_experts.TakeRows()
+        return mindspore_experts.PlainTakeRows()
 
     def expert_mlp(self, activation: Activation) -> nn.Cell:
         """Makes a cell: (x [S, H], counts int32 [E], gate_up [E, H, 2 I], down [E, I, H]) -> [S, H].
@@ -144,14 +144,14 @@ class Kernels:
         Expert e computes glu(x gate_up[e]) down[e] of the next counts[e] rows; rows behind all of them are zeros. The
         gradients of an expert without rows are zeros.
         """
-        return mindspore_experts.ExpertMlp(activation)
+        return mindspore_experts.PlainExpertMlp(activation)
 
     def weighted_sum(self) -> nn.Cell:
         """Makes a cell: (y [S, H], scores float32 [N, K], order [S], home [N, K]) -> [N, H] in the dtype of y.
 
         A token's rows, each times its score, are added in float32 and in the order of its slots.
         """
-        return mindspore_experts.WeightedSum()
+        return mindspore_experts.PlainWeightedSum()
 
     def embedding(self, first_token: int) -> nn.Cell:
         """Makes a cell: (tokens int32 [N], table [V, H]) -> rows [N, H], zero where the token is not one of first_token

@@ -31,7 +31,7 @@ class _Probabilities(nn.Cell):
         return ops.sigmoid(logits) if self.is_sigmoid else ops.softmax(logits, -1)
 
 
-class Router(nn.Cell):
+class PlainRouter(nn.Cell):
     def __init__(self, routing: Routing) -> None:
         super().__init__()
         self.probabilities = _Probabilities(routing)
@@ -47,7 +47,7 @@ class Router(nn.Cell):
         return scores * self.scaling
 
 
-class ChooseExperts(nn.Cell):
+class PlainChooseExperts(nn.Cell):
     """Not by TopK: which of equal scores it takes differs between devices."""
 
     def __init__(self, routing: Routing) -> None:
@@ -69,7 +69,7 @@ class ChooseExperts(nn.Cell):
         return ops.concat(routes, 1).astype(ms.int32)
 
 
-class SortSlots(nn.Cell):
+class PlainSortSlots(nn.Cell):
     """Counts in float32, which has all whole numbers up to 2^24."""
 
     def __init__(self, routing: Routing) -> None:
@@ -127,7 +127,7 @@ class _SumOfSlots(nn.Cell):
         return self.mul(self.cast(self.rows(y, rows), ms.float32), own)
 
 
-class TakeRows(nn.Cell):
+class PlainTakeRows(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.rows, self.back = _Rows(), _SumOfSlots()
@@ -147,7 +147,7 @@ def token_of(order: Any, slots: int) -> Any:
     return ops.floor_div(order, slots)
 
 
-class ExpertMlp(nn.Cell):
+class PlainExpertMlp(nn.Cell):
     def __init__(self, activation: Activation) -> None:
         super().__init__()
         self.glu, self.matmul = Glu(activation), ops.MatMul()
@@ -165,7 +165,7 @@ class ExpertMlp(nn.Cell):
         return y
 
 
-class WeightedSum(nn.Cell):
+class PlainWeightedSum(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.sum, self.rows = _SumOfSlots(), _Rows()
