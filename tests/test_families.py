@@ -6,11 +6,13 @@ Does not prove that the decoder computes what it reads: test_golden_models.py do
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.decoder_config import DecoderConfig, LayerKind, MoeConfig, decoder_config
@@ -19,7 +21,8 @@ from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import num_active_parameters, num_parameters, parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
-from mindgrpo.plan.run_plan import check_experts
+from mindgrpo.plan.fit import verdict
+from mindgrpo.plan.run_plan import check_experts, plan_run
 from mindgrpo.weights.local_weights import arrange
 
 SIZES: dict[str, Any] = {
@@ -127,6 +130,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
 }
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 
 
 def read(family: str, **raw: Any) -> DecoderConfig:
@@ -311,3 +315,29 @@ def test_layouts_and_adapters_that_would_split_experts_are_refused() -> None:
     assert len(adapter_specs(specs, LoraSettings(4, 4.0, ("q_proj", "o_proj")))) == 28
     with pytest.raises(UserError, match="includes 'gate_proj', matrices of experts"):
         adapter_specs(specs, LoraSettings(4, 4.0, TARGETS))
+
+
+def test_plans_refuse_what_experts_cannot_have_and_propose_nothing_of_it() -> None:
+    keys = (
+        "actor_config.parallel_config",
+        "generate_config.parallel_config",
+        "ref_config.parallel_config",
+    )
+    words = [word for key in keys for word in (f"--{key}.model_parallel", "1")]
+    config, model = (
+        load_config(EXAMPLE, words).config,
+        read("mixtral", max_position_embeddings=4096),
+    )
+    plan = plan_run(config, model, None)
+    assert plan.lora is None
+    for word, sentence in (
+        ("--actor_config.lora.rank=4", "includes 'gate_proj', matrices of experts"),
+        ("--generate_config.use_vllm=1", "are not handed to vLLM"),
+    ):
+        changed = load_config(EXAMPLE, [*words, *word.split("=")]).config
+        with pytest.raises(UserError, match=sentence):
+            plan_run(changed, model, None)
+    # A device that is too small: adapters are not among the ways out.
+    small = load_config(EXAMPLE, [*words, "--context.max_device_memory", "1MB"])
+    lines = verdict(small, plan_run(small.config, model, None)).lines()
+    assert "does not fit" in lines[0] and not any("lora" in line for line in lines)

@@ -377,7 +377,10 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
             f"generate_config.max_num_seqs {generate.max_num_seqs} is less than rl_config.num_generations {group}, "
             "but a prompt's group runs together; raise it or leave it out."
         )
-    return RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
+    plan = RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
+    if plan.lora is not None:
+        adapter_specs(train.specs, plan.lora)
+    return plan
 
 
 def _fits(mesh: Mesh, model: DecoderConfig) -> bool:
