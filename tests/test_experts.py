@@ -117,7 +117,7 @@ def test_equal_experts_are_one_dense_mlp_whatever_the_routes() -> None:
 
 
 @in_c
-def test_experts_in_another_order_change_no_bit_of_output_or_gradients() -> None:
+def test_experts_in_another_order_change_nothing() -> None:
     x, router, gate_up, down, chosen = inputs_of()
     order = np.array([2, 0, 3, 1])
     new = np.append(np.argsort(order), -1).astype(np.int32)[chosen]
