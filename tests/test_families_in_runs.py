@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import small_runs
-from small_generators import WITH_C
+from small_generators import WITH_AVX512, WITH_C
 from test_memory_account import plan_of
 
 from mindgrpo.cli.verbs import main
@@ -89,6 +89,19 @@ def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
     changed = {n for n in before.names if (before.read(n) != after.read(n)).any()}
     adapted = {name for name in before.names if "_proj." in name}
     assert changed == (adapted if "--actor_config.lora.rank" in words else set(before.names))
+
+
+@WITH_AVX512
+def test_a_family_that_the_loop_lacks_trains_in_two_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its table is embedding and head, which the graph of a token reads before and behind what it writes."""
+    monkeypatch.setitem(small_runs.MODEL, "model_type", "olmo2")
+    small_runs.make_inputs(tmp_path)
+    words = [*small_runs.ONE_GRAPH, "--rl_config.max_steps", "1"]
+    run = small_runs.run(tmp_path, tmp_path / "run", *words, "--context.compute_dtype", "bfloat16")
+    (step,) = read_metrics(run / "metrics.jsonl")
+    assert step["grad_norm"] > 0 and 0 < step["logprob_gap/mean"] < 0.01
 
 
 @WITH_C

@@ -101,7 +101,11 @@ class Embedding(nn.Cell):
         self.scale = float(np.float32(shard.config.hidden_size**0.5))
 
     def construct(self, tokens: Any) -> Any:
-        x = self.leave(self.embed(tokens, self.table), tokens)
+        return self.rows(tokens, self.table)
+
+    def rows(self, tokens: Any, table: Any) -> Any:
+        """Computes the same of a table that is given."""
+        x = self.leave(self.embed(tokens, table), tokens)
         if self.is_scaled:
             x = x * self.scale
         return x
@@ -402,7 +406,11 @@ class Head(nn.Cell):
         self.bias = Tensor(bias) if bias is not None else None
 
     def construct(self, x: Any) -> Any:
-        logits = self.matmul(self.copy(self.norm(x)), self.exact(self.table)).astype(ms.float32)
+        return self.logits(x, self.table)
+
+    def logits(self, x: Any, table: Any) -> Any:
+        """Computes the same with a table that is given."""
+        logits = self.matmul(self.copy(self.norm(x)), self.exact(table)).astype(ms.float32)
         if self.is_padded:
             logits = logits + self.bias
         return logits

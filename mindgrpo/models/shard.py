@@ -266,7 +266,8 @@ class Shard:
 
     def exact(self) -> nn.Cell:
         """Returns what matrices pass through before products, so that their gradients are float32."""
-        return self.cell(Same if self.weights.dtype == "float32" else Float32Gradient)
+        has_gradient = self.is_trained and self.weights.dtype != "float32"
+        return self.cell(Float32Gradient if has_gradient else Same)
 
     def vector(self) -> nn.Cell:
         """Returns what vectors of weights pass through: they are used, and have gradients, in float32.

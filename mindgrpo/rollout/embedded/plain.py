@@ -68,7 +68,7 @@ class Decode(nn.Cell):
         self.angles = shard.kernels.cached_angles(heads)
         self.order = Tensor([list(range(read))], ms.int32)
         self.kv, self.read = shard.kv_heads, read
-        self.penalises = seen is not None
+        self.penalises, self.is_tied = seen is not None, shard.config.tie_word_embeddings
         self.seen = seen
         self.ids = Tensor([list(range(first, first + vocabulary))], ms.int32)
 
@@ -82,12 +82,14 @@ class Decode(nn.Cell):
         angles = []
         for table in self.tables:
             angles.append(self.angles(ops.expand_dims(ops.gather(table, positions, 0), 1)))
-        x = self.embed(tokens)
+        # Of a tied table that is read both before and behind writes to the cache, MindSpore would make a copy.
+        table = ops.stop_gradient(self.head.table)
+        x = self.embed.rows(tokens, table if self.is_tied else self.embed.table)
         added = x
         for i in range(len(self.layers)):
             context = (mask, angles[self.rotary_of[i]], cache_rows, pages)
             x, added = self.layers[i](x, added, context)[:2]
-        logits = self.head(x + added)
+        logits = self.head.logits(x + added, table)
         seen = logits
         if self.penalises:
             fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
