@@ -36,14 +36,16 @@ _SMALL: dict[str, Any] = {
 }
 # Divides into the leaves of sums over ranks.
 QWEN2 = {"model_type": "qwen2", **_SMALL, "vocab_size": 64}
+# Of models that are not cut into stages.
+_FLAT = {**_SMALL, "num_hidden_layers": 2}
+SHALLOW = QWEN2 | {"num_hidden_layers": 2}
 QWEN3 = {"model_type": "qwen3", **_SMALL, "head_dim": 8}
 # Of two stages, and of four or three, with several chunks each; 8 layers make six parts of 1 or 2.
 DEEPER, DEEP = QWEN2 | {"num_hidden_layers": 5}, QWEN2 | {"num_hidden_layers": 8}
 # Norms over projections whose heads lie on several ranks, behind their biases.
 OLMO2 = {
     "model_type": "olmo2",
-    **_SMALL,
-    "num_hidden_layers": 2,  # not cut into stages
+    **_FLAT,
     "tie_word_embeddings": False,
     "attention_bias": True,
 }
@@ -119,7 +121,7 @@ class Recipe:
 
 
 RECIPES = {
-    "one update": Recipe(QWEN2),
+    "one update": Recipe(SHALLOW),
     "eight layers": Recipe(DEEP),
     "two iterations": Recipe(QWEN2, num_iterations=2),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
@@ -148,7 +150,7 @@ RECIPES = {
         },
     ),
     "gspo": Recipe(
-        QWEN2,
+        SHALLOW,
         num_iterations=2,
         loss_config={
             "loss_type": "dr_grpo",
@@ -188,7 +190,7 @@ RECIPES = {
     ),
     # A prompt of its own for every group, and an advantage for every turn.
     "environment": Recipe(
-        QWEN2,
+        SHALLOW,
         sampling={"stop_ids": tuple(range(20)), "min_tokens": 0},
         loss_config={"beta": 0.0},
         advantages={"by_turn": True},
@@ -306,7 +308,7 @@ DEVICE_SAVED: tuple[tuple[int, int, int], ...] = ((1, 2, 2), (4, 1, 1), (1, 1, 4
 
 
 # 67 rows of the vocabulary, which no number of ranks divides, on both ends of a pipeline.
-SHARDED_MODEL = {"model_type": "qwen2", **_SMALL, "num_hidden_layers": 2}
+SHARDED_MODEL = {"model_type": "qwen2", **_FLAT}
 
 
 @dataclass(frozen=True)
