@@ -279,8 +279,15 @@ SPREAD = (
     Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.
     Case("eight layers", (1, 1, 3), (3, 1), backend="device", widest=256, chunks=2),
-    Case("qk norm", (2, 2, 1), (1, 4), backend="device", widest=256, shards_optimizer=True),
-    Case("one update", (1, 2, 1, 2), (2, 2), backend="device", splits_tokens=True),
+    Case(
+        "qk norm",
+        (1, 2, 1, 2),
+        (1, 4),
+        backend="device",
+        widest=256,
+        splits_tokens=True,
+        shards_optimizer=True,
+    ),
 )
 CASES = ALONE + SPREAD
 
