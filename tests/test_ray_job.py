@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import input_keys, make_inputs
-from test_two_hosts import ARGUMENTS, REWARD
+from small_runs import input_keys, make_inputs, reward_words
+from test_two_hosts import ARGUMENTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
 
@@ -28,9 +28,8 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         pytest.skip(f"no Ray cluster can be made here: {why}")
     folder = tmp_path_factory.mktemp("inputs")
     make_inputs(folder, layers=2)
-    (folder / "reward.py").write_text(REWARD)
-    reward = ["--verifier_function", f"{folder}/reward.py:spread", "--verifier_weight", "1.0"]
-    return [*words(ARGUMENTS | input_keys(folder) | {"rl_config.max_steps": 3}), *reward]
+    keys = ARGUMENTS | input_keys(folder) | {"rl_config.max_steps": 3}
+    return [*words(keys), *reward_words(folder)]
 
 
 @pytest.mark.parametrize("case", [ray_job.same, ray_job.lost])

@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import input_keys, make_inputs
-from test_two_hosts import ARGUMENTS, REWARD
+from small_runs import input_keys, make_inputs, reward_words
+from test_two_hosts import ARGUMENTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts" / "faults"))
 
@@ -68,11 +68,9 @@ def test_a_preempted_job_is_queued_again_and_ends_as_one_that_was_left_alone(
     if why := slurm_cluster.cannot():
         pytest.skip(f"no Slurm cluster can be made here: {why}")
     make_inputs(tmp_path, layers=2)
-    (tmp_path / "reward.py").write_text(REWARD)
-    reward = ["--verifier_function", f"{tmp_path}/reward.py:spread", "--verifier_weight", "1.0"]
     keys = ARGUMENTS | input_keys(tmp_path) | {"rl_config.max_steps": 3}
     folder = tmp_path / "preempt"
     folder.mkdir()
-    result = slurm_job.run_case("preempt", folder, 1, [*words(keys), *reward])
+    result = slurm_job.run_case("preempt", folder, 1, [*words(keys), *reward_words(tmp_path)])
     assert result["good"], json.dumps(result)
     assert (result["steps"], result["started_again"]) == (3, 1)
