@@ -82,6 +82,17 @@ class _Gather(nn.Cell):
         return self.tile(self.expand(x, 0), (4,) + (1,) * len(x.shape))
 
 
+class _Exchange(nn.Cell):
+    """Stands for an exchange between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = ops.Neg()
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x)
+
+
 class _Four(Group):
     ranks, index = (0, 1, 2, 3), 0
 
@@ -93,6 +104,9 @@ class _Four(Group):
 
     def scatter_sum_cell(self) -> nn.Cell:
         return ScatterBySum(_Sum(), 0)
+
+    def exchange_cell(self) -> nn.Cell:
+        return _Exchange()
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         return array

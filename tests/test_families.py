@@ -5,6 +5,7 @@ Does not prove that the decoder computes what it reads: test_golden_models.py do
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,13 +306,33 @@ def test_a_layers_experts_are_one_parameter_each_split_over_their_own_axes() -> 
     assert [config.active_inner(index) for index in (0, 1)] == [48, 24]
 
 
-def test_layouts_and_adapters_that_would_split_experts_are_refused() -> None:
-    config = read("mixtral")
-    check_experts(Mesh(4, 1, 2), config)
-    with pytest.raises(UserError, match="model_parallel is 2, but models with experts"):
-        check_experts(Mesh(2, 2), config)
-    check_experts(Mesh(2, 2), read("llama"))
-    specs = parameter_specs(config)
+TRAINED, GENERATED = "actor_config.parallel_config", "generate_config.parallel_config"
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "splits_tokens", "where", "words"),
+    [
+        ("mixtral", Mesh(4, 1, 2), False, TRAINED, None),
+        ("mixtral", Mesh(2, 2, ep=4), True, TRAINED, None),
+        ("mixtral", Mesh(2, 2, emp=2), True, TRAINED, None),
+        ("mixtral", Mesh(2, 2, ep=2), False, GENERATED, None),
+        ("llama", Mesh(2, 2), False, TRAINED, None),
+        ("mixtral", Mesh(2, 2), False, TRAINED, "actor_config.parallel_config.model_parallel is 2"),
+        ("mixtral", Mesh(3, 1, ep=3), False, TRAINED, "does not divide the 4 experts of a layer"),
+        ("mixtral", Mesh(32, 1, emp=32), False, TRAINED, "does not divide the 48 columns of an"),
+        ("mixtral", Mesh(4, 1, ep=2), False, GENERATED, "and model_parallel is 1; choose"),
+        ("llama", Mesh(2, 1, ep=2), False, TRAINED, "models of type llama have no experts"),
+    ],
+)
+def test_layouts_that_experts_do_not_divide_into_are_refused(
+    family: str, mesh: Mesh, splits_tokens: bool, where: str, words: str | None
+) -> None:
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        check_experts(mesh, read(family), splits_tokens, where)
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    specs = parameter_specs(read("mixtral"))
     assert len(adapter_specs(specs, LoraSettings(4, 4.0, ("q_proj", "o_proj")))) == 28
     with pytest.raises(UserError, match="includes 'gate_proj', matrices of experts"):
         adapter_specs(specs, LoraSettings(4, 4.0, TARGETS))

@@ -86,13 +86,16 @@ def _sum_and_gather_in_kernels(host: LocalRanks, size: int, count: int) -> Any:
     x = numbers(host.rank, count, "float32")
     blocks = numbers(host.rank, size * count, "float32").reshape(size, count)
     total, stacked, own = np.empty_like(x), np.empty((size, count), np.float32), np.empty_like(x)
+    exchanged = np.empty_like(blocks)
     return [
         _as_a_graph_calls("shared_sum", group, x, total),
         _as_a_graph_calls("shared_gather", group, x, stacked),
         _as_a_graph_calls("shared_scatter_sum", group, blocks, own),
+        _as_a_graph_calls("shared_exchange", group, blocks, exchanged),
         total,
         stacked,
         own,
+        exchanged,
     ]
 
 
@@ -111,10 +114,12 @@ def test_the_kernels_of_graphs_sum_in_a_tree_and_gather_in_place(size: int, coun
     blocks = [numbers(rank, size * count, "float32") for rank in range(size)]
     of_blocks = _in_a_tree(blocks).reshape(size, count)
     for rank, outcome in run(native(), size, _sum_and_gather_in_kernels, count).items():
-        assert outcome[:3] == [0, 0, 0]
-        assert outcome[3].tobytes() == _in_a_tree(everyone).tobytes()
-        assert outcome[4].tobytes() == np.stack(everyone).tobytes()
-        assert outcome[5].tobytes() == of_blocks[rank].tobytes()
+        assert outcome[:4] == [0, 0, 0, 0]
+        assert outcome[4].tobytes() == _in_a_tree(everyone).tobytes()
+        assert outcome[5].tobytes() == np.stack(everyone).tobytes()
+        assert outcome[6].tobytes() == of_blocks[rank].tobytes()
+        sent = [block.reshape(size, count)[rank] for block in blocks]
+        assert outcome[7].tobytes() == np.stack(sent).tobytes()
 
 
 def _halves(host: LocalRanks, size: int) -> int:

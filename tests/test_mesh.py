@@ -50,7 +50,7 @@ def test_experts_fold_the_ranks_of_a_stage_anew() -> None:
     assert mesh.group(1, ("ep",)) == (0, 1, 2, 3) and mesh.group(1, ("edp",)) == (1, 5)
     assert mesh.group(1, ("mp",)) == (0, 1) and mesh.group(1, ("dp",)) == (1, 3, 5, 7)
     with pytest.raises(
-        UserError, match="expert_parallel 3 x expert_model_parallel 1 does not divide"
+        UserError, match="expert_parallel 3 x expert_tensor_parallel 1 does not divide"
     ):
         Mesh(4, 2, ep=3)
     with pytest.raises(ValueError, match="no view"):

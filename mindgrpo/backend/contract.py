@@ -76,6 +76,10 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def exchange_cell(self) -> nn.Cell:
+        """Makes a cell for graphs: [size, ...] -> [size, ...], what member i has at this one's index at [i]."""
+
+    @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         """Sums `array` over the group, in place and between graphs; adds in rank order on every member."""
 
@@ -101,7 +105,7 @@ class Group(ABC):
     def barrier(self) -> None: ...
 
 
-class _AloneSum(nn.Cell):
+class _AloneSame(nn.Cell):
     def construct(self, x: Any) -> Any:
         return x
 
@@ -123,13 +127,16 @@ class AloneGroup(Group):
         self.ranks, self.index = (rank,), 0
 
     def sum_cell(self) -> nn.Cell:
-        return _AloneSum()
+        return _AloneSame()
 
     def gather_cell(self) -> nn.Cell:
         return _AloneGather()
 
     def scatter_sum_cell(self) -> nn.Cell:
         return _AloneScatter()
+
+    def exchange_cell(self) -> nn.Cell:
+        return _AloneSame()
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         return array

@@ -63,6 +63,20 @@ class ScatterBySum(nn.Cell):
         return self.slice(self.total(x), begin, end, (1,) * len(end)).reshape(own)
 
 
+class ExchangeByGather(nn.Cell):
+    """x [size, ...] -> [size, ...], what each member has at [index]: of all that they have."""
+
+    def __init__(self, gather: nn.Cell, index: int) -> None:
+        super().__init__()
+        self.gather, self.index = gather, index
+        self.slice, self.reshape = ops.StridedSlice(), ops.Reshape()
+
+    def construct(self, x: Any) -> Any:
+        size, *own = x.shape
+        begin, end = (0, self.index) + (0,) * len(own), (size, self.index + 1, *own)
+        return self.reshape(self.slice(self.gather(x), begin, end, (1,) * len(end)), x.shape)
+
+
 class AgreedSum(nn.Cell):
     """A sum with the same bits on every member, though the transport may add in another order on each of them.
 

@@ -126,7 +126,7 @@ def read_inputs(
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
-        layout = layout_of(mesh, model)
+        layout = layout_of(mesh, model, where="generate_config.parallel_config")
         trial = try_environment(turns, prompts, ranks)
         unless_read.pop_all()
     return EvaluationInputs(

@@ -20,9 +20,9 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
+from mindgrpo.parallel.mesh import CONFIG_KEYS
 from mindgrpo.run import batch_dump as dump
 
-ALONE = dict.fromkeys(("data_parallel", "model_parallel", "pipeline_stage", "context_parallel"), 1)
 ROLES = ("actor_config", "ref_config", "generate_config")
 
 
@@ -167,7 +167,8 @@ def _compared(logps: Sequence[np.ndarray], rollout: Rollout) -> dict[str, Any]:
 
 def _alone(path: Path) -> Config:
     """Returns the run's configuration for one process: the layout changes nothing but where numbers are."""
-    words = [f"--{role}.parallel_config.{key}={n}" for role in ROLES for key, n in ALONE.items()]
+    degrees = CONFIG_KEYS.values()
+    words = [f"--{role}.parallel_config.{key}=1" for role in ROLES for key in degrees]
     words += [f"--{role}.parallel_config.pp_interleave_num=1" for role in ROLES[:2]]
     words += ["--actor_config.offset=0", "--rl_config.resume_training=false"]
     words += [f"--actor_config.lora.{key}=null" for key in ("rank", "alpha", "target_modules")]

@@ -58,6 +58,10 @@ class ParallelConfig(Section):
     """number of ranks that share each layer (tensor-parallel size)"""
     pipeline_stage: int = Field(1, ge=1)
     """number of pipeline stages"""
+    expert_parallel: int = Field(1, ge=1)
+    """mixtures of experts: number of ranks that a layer's experts are dealt to, among the data_parallel x
+    context_parallel x model_parallel ranks of a stage; a token goes to the ranks of its experts and its results come
+    back, and results are the same, bit for bit in a forward pass. Of a generator: among its model_parallel ranks"""
 
     @property
     def num_chunks(self) -> int:
@@ -74,11 +78,19 @@ class ParallelConfig(Section):
         """Counts the ranks that share each row of tokens."""
         return 1
 
+    @property
+    def expert_columns(self) -> int:
+        """Counts the ranks that each expert is cut over."""
+        return 1
+
 
 class ScoreParallelConfig(ParallelConfig):
     context_parallel: int = Field(1, ge=1)
     """number of ranks that share the tokens of each row: attention gathers a row's keys and values, and all else is
     computed, and kept, of a rank's own tokens; results are the same"""
+    expert_tensor_parallel: int = Field(1, ge=1)
+    """mixtures of experts: number of ranks that each expert is cut over, neighbours among the ranks of a stage; with it
+    results are the same to rounding"""
     pp_interleave_num: int = Field(1, ge=1)
     """interleaved pipeline: number of chunks of layers that each pipeline stage has, one after every pipeline_stage
     chunks of the model; stages idle as many times less, and hand over as many times more; results are the same"""
@@ -97,6 +109,10 @@ class ScoreParallelConfig(ParallelConfig):
     @property
     def context_ranks(self) -> int:
         return self.context_parallel
+
+    @property
+    def expert_columns(self) -> int:
+        return self.expert_tensor_parallel
 
 
 class TrainParallelConfig(ScoreParallelConfig):

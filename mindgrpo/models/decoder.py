@@ -40,6 +40,8 @@ class StageInputs(NamedTuple):
     order: Any
     counts: Any
     home: Any
+    by_expert: Any
+    as_arrived: Any
 
 
 # The inputs of layers with experts, which follow those of all layers.

@@ -7,7 +7,7 @@ A forward pass records the routes of its micro-batches, which are kept by sample
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,33 +19,129 @@ NO_EXPERT = -1
 
 
 class ExpertPlan(NamedTuple):
-    """Names the slots and rows of each of L layers, as backend/kernels/contract.py has them: int32 `order` [L, N K],
-    `counts` [L, experts] and `home` [L, N, K]."""
+    """Names the slots and rows of each of L layers, as backend/kernels/contract.py has them.
+
+    int32 `order` [L, S], `counts` [L, experts of this rank] and `home` [L, N, K]. Where experts are spread over ranks, S
+    = ep C: C rows that are sent to each rank of other experts, those of one expert beside each other. `by_expert`
+    [L, emp S] are the arrived rows in the order of this rank's experts, and `as_arrived` [L, emp S] are their places in
+    it, -1 where nothing is; [L, 1] elsewhere.
+    """
 
     order: np.ndarray
     counts: np.ndarray
     home: np.ndarray
+    by_expert: np.ndarray
+    as_arrived: np.ndarray
+
+
+class Spread(NamedTuple):
+    """How experts are spread: `ep` ranks have other ones, `emp` ranks each other columns; this rank is number `member`
+    of both, counted along `emp` first."""
+
+    ep: int
+    emp: int
+    member: int
+
+    @property
+    def size(self) -> int:
+        return self.ep * self.emp
+
+
+# Rows that a rank may get in multiples of an even share: few, as each is a graph of its own.
+CAPACITIES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def plan_experts(routes: np.ndarray, num_experts: int) -> ExpertPlan:
     """Plans layers whose tokens have experts `routes` int [L, N, K], on a rank that has all experts."""
     layers, count = len(routes), routes[0].size
-    order = np.full((layers, count), -1, np.int32)
-    home = np.full((layers, count), -1, np.int32)
-    counts = np.zeros((layers, num_experts), np.int32)
+    order, home = _empty(layers, count), _empty(layers, count)
     for layer, own in enumerate(routes.reshape(layers, -1)):
-        slots = np.flatnonzero(own >= 0)
-        slots = slots[np.argsort(own[slots], kind="stable")]
+        slots = _by_expert(own)
         order[layer, : slots.size] = slots
         home[layer, slots] = np.arange(slots.size)
-        counts[layer] = np.bincount(own[slots], minlength=num_experts)
-    return ExpertPlan(order, counts, home.reshape(routes.shape))
+    counts = rows_by_expert(routes, num_experts)
+    nothing = _empty(layers, 1)
+    return ExpertPlan(order, counts, home.reshape(routes.shape), nothing, nothing)
+
+
+def rows_by_expert(routes: np.ndarray, num_experts: int) -> np.ndarray:
+    """Counts each layer's rows of each expert: int32 [L, E]."""
+    flat = routes.reshape(len(routes), -1)
+    counts = [np.bincount(own[own >= 0], minlength=num_experts) for own in flat]
+    return np.stack(counts).astype(np.int32)
+
+
+def capacity(sent: np.ndarray, spread: Spread, slots: int) -> int:
+    """Returns the rows that each rank sends to each: enough for all of `sent` int [ranks, ..., E], whose tokens have
+    `slots` experts altogether on a rank, and a multiple of few."""
+    to_each = sent.reshape(*sent.shape[:-1], spread.ep, -1).sum(-1)
+    even = -(-slots // spread.ep)
+    rows = int(to_each.max())
+    enough = next((size for size in CAPACITIES if size * even >= rows), spread.ep)
+    return min(slots, enough * even)
+
+
+def plan_spread(routes: np.ndarray, sent: np.ndarray, spread: Spread, rows: int) -> ExpertPlan:
+    """Plans layers whose experts are spread over ranks.
+
+    `routes` int [L, N, K] are this rank's tokens' experts, `sent` int [ranks, L, E] the rows of each expert that each
+    rank has, and `rows` the capacity.
+    """
+    (layers, *_), experts = routes.shape, sent.shape[-1] // spread.ep
+    order = _empty(layers, spread.ep * rows)
+    home = _empty(layers, routes[0].size)
+    by_expert, as_arrived = (_empty(layers, spread.size * rows) for _ in range(2))
+    first = spread.member // spread.emp * experts
+    # [emp, ep, L, own experts], as rows arrive.
+    arriving = sent.reshape(spread.ep, spread.emp, layers, -1)[..., first : first + experts]
+    arriving = arriving.swapaxes(0, 1).astype(np.int64)
+    blocks = np.arange(spread.size).reshape(spread.emp, spread.ep, 1) * rows
+    for layer, own in enumerate(routes.reshape(layers, -1)):
+        slots = _by_expert(own)
+        owner = own[slots] // experts
+        starts = np.searchsorted(owner, np.arange(spread.ep))
+        places = owner * rows + np.arange(slots.size) - starts[owner]
+        order[layer, places], home[layer, slots] = slots, places
+        counts = arriving[:, :, layer]
+        begins = blocks + np.cumsum(counts, -1) - counts
+        lengths, begins = (np.moveaxis(each, -1, 0).reshape(-1) for each in (counts, begins))
+        total = int(lengths.sum())
+        arrived = np.repeat(begins - np.cumsum(lengths) + lengths, lengths) + np.arange(total)
+        by_expert[layer, :total], as_arrived[layer, arrived] = arrived, np.arange(total)
+    own_counts = arriving.sum((0, 1)).astype(np.int32)
+    return ExpertPlan(order, own_counts, home.reshape(routes.shape), by_expert, as_arrived)
+
+
+def _empty(layers: int, count: int) -> np.ndarray:
+    return np.full((layers, count), NO_EXPERT, np.int32)
+
+
+def _by_expert(own: np.ndarray) -> np.ndarray:
+    """Returns the slots of `own` [N K] that have experts, in the order of these."""
+    slots = np.flatnonzero(own >= 0)
+    return slots[np.argsort(own[slots], kind="stable")]
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """Part `index` of `of` equal ones of a rank's tokens, where ranks share them out."""
+
+    index: int = 0
+    of: int = 1
+
+    def within(self, count: int) -> slice:
+        size = count // self.of
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+ALL_TOKENS = TokenShare()
 
 
 def routes_by_sample(
-    batches: Sequence[MicroBatch], recorded: Sequence[np.ndarray]
+    batches: Sequence[MicroBatch], recorded: Sequence[np.ndarray], share: TokenShare = ALL_TOKENS
 ) -> dict[int, np.ndarray]:
-    """Splits routes [L, N, K] of each micro-batch by sample: int16 [prompt + completion - 1, L, K].
+    """Splits routes [L, N, K] of each micro-batch, or of a share of it, by sample: int16 [prompt + completion - 1, L,
+    K].
 
     NO_EXPERT is at tokens that other ranks have, which share the rows.
     """
@@ -53,7 +149,9 @@ def routes_by_sample(
     for batch, routes in zip(batches, recorded, strict=True):
         layers, _, slots = routes.shape
         whole = np.full((*batch.positions.shape, layers, slots), NO_EXPERT, np.int16)
-        own = np.moveaxis(routes, 0, 1).reshape(*batch.tokens.shape, layers, slots)
+        own = np.full((batch.tokens.size, layers, slots), NO_EXPERT, np.int16)
+        own[share.within(len(own))] = np.moveaxis(routes, 0, 1)
+        own = own.reshape(*batch.tokens.shape, layers, slots)
         whole[np.arange(len(whole))[:, None], batch.own_columns] = own
         for number, row in enumerate(batch.rows):
             for placed in row:
@@ -80,14 +178,21 @@ def load_of_fullest(routes: Mapping[int, np.ndarray], num_experts: int) -> float
     return float((counts.max(1) / np.maximum(counts.mean(1), 1.0 / num_experts)).max())
 
 
-def with_plan(batch: MicroBatch, routes: Mapping[int, np.ndarray], num_experts: int) -> MicroBatch:
-    """Returns the micro-batch with the routes of its samples and a plan of them."""
-    layers, slots = next(iter(routes.values())).shape[1:]
+def routes_of(
+    batch: MicroBatch, samples: Mapping[int, np.ndarray], share: TokenShare = ALL_TOKENS
+) -> np.ndarray:
+    """Returns the routes of a micro-batch's tokens, or of a share of them, from those of its samples: int32 [L, N,
+    K]."""
+    layers, slots = next(iter(samples.values())).shape[1:]
     whole = np.full((*batch.positions.shape, layers, slots), NO_EXPERT, np.int32)
     for number, row in enumerate(batch.rows):
         # A prompt's are those of its first sample.
         for placed in reversed(row):
-            whole[number, placed.inputs] = routes[placed.sample]
-    own = whole[np.arange(len(whole))[:, None], batch.own_columns]
-    own = np.ascontiguousarray(np.moveaxis(own.reshape(-1, layers, slots), 1, 0))
-    return replace(batch, routes=own, **plan_experts(own, num_experts)._asdict())
+            whole[number, placed.inputs] = samples[placed.sample]
+    own = whole[np.arange(len(whole))[:, None], batch.own_columns].reshape(-1, layers, slots)
+    return np.ascontiguousarray(np.moveaxis(own[share.within(len(own))], 1, 0))
+
+
+def with_plan(batch: MicroBatch, routes: np.ndarray, plan: ExpertPlan) -> MicroBatch:
+    """Returns the micro-batch with the routes [L, N, K] of its tokens and the plan of them."""
+    return replace(batch, routes=routes, **plan._asdict())

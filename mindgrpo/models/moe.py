@@ -1,12 +1,19 @@
-"""A feed-forward of experts, of which each token passes a few (arXiv:1701.06538), on a rank that has all of them."""
+"""A feed-forward of experts, of which each token passes a few (arXiv:1701.06538), spread over the ranks of its groups.
+
+Along `ep` ranks have other experts, along `emp` other columns of the same ones. Either way a token's results come back to
+the rank that has the token, which adds them in the order of its slots: spreading experts changes no bit of them.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from mindspore import nn
+import mindspore as ms
+from mindspore import nn, ops
 
 from mindgrpo.models.decoder_config import MoeConfig
+from mindgrpo.models.parallel_cells import Exchange, GatherTokens, ScatterTokens
 from mindgrpo.models.shard import Shard, routing
 
 
@@ -21,25 +28,116 @@ class MixtureOfExperts(nn.Cell):
         super().__init__()
         prefix, kernels, how = f"model.layers.{index}.mlp.", shard.kernels, routing(moe)
         self.gate = shard[prefix + "gate.weight"]
-        self.gate_up = shard[prefix + "experts.gate_up_proj.weight"]
-        self.down = shard[prefix + "experts.down_proj.weight"]
         # The router's logits are float32 in any precision: one that is rounded chooses other experts.
-        self.exact_gate, self.exact = shard.vector(), shard.exact()
+        self.exact_gate = shard.vector()
         self.chooses = chooses
         if chooses:
             self.choose = shard.cell(kernels.choose_experts, how)
-            self.sort = shard.cell(kernels.sort_slots, how)
-        self.router = shard.cell(kernels.router, how)
-        self.take, self.sum = shard.cell(kernels.take_rows), shard.cell(kernels.weighted_sum)
-        self.experts = shard.cell(kernels.expert_mlp, shard.config.activation)
+        self.router, self.sum = shard.cell(kernels.router, how), shard.cell(kernels.weighted_sum)
+        experts = Experts(shard, prefix)
+        self.experts: nn.Cell = experts
+        if chooses:
+            self.experts = ChosenExperts(shard, experts, moe)
+        elif shard.expert_groups["ep", "emp"].size > 1:
+            self.experts = SpreadExperts(shard, experts)
+        self.take = shard.cell(kernels.take_rows)
 
     def construct(self, x: Any, plan: Any) -> Any:
         gate = self.exact_gate(self.gate)
         if self.chooses:
             routes = self.choose(x, gate)
-            order, counts, home = self.sort(routes)
+            y, order, home = self.experts(x, routes)
         else:
-            routes, order, counts, home = plan
-        rows = self.take(x, order, home)
-        y = self.experts(rows, counts, self.exact(self.gate_up), self.exact(self.down))
+            routes, order, counts, home, by_expert, as_arrived = plan
+            y = self.experts(self.take(x, order, home), counts, by_expert, as_arrived)
         return self.sum(y, self.router(x, gate, routes), order, home), routes
+
+
+class Experts(nn.Cell):
+    """A rank's experts of a layer: (rows [S, H], counts int32 [E], ...) -> [S, H], as the kernels' expert_mlp."""
+
+    def __init__(self, shard: Shard, prefix: str) -> None:
+        super().__init__()
+        self.gate_up = shard[prefix + "experts.gate_up_proj.weight"]
+        self.down = shard[prefix + "experts.down_proj.weight"]
+        self.exact = shard.exact()
+        self.mlp = shard.cell(shard.kernels.expert_mlp, shard.config.activation)
+
+    def construct(self, rows: Any, counts: Any, by_expert: Any, as_arrived: Any) -> Any:
+        return self.mlp(rows, counts, self.exact(self.gate_up), self.exact(self.down))
+
+
+class SpreadExperts(nn.Cell):
+    """(rows [ep C, H] to send, plan) -> their results, which the experts of other ranks computed."""
+
+    def __init__(self, shard: Shard, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+        self.exchange = shard.cell(Exchange, shard.expert_groups["ep",])
+        self.take = shard.cell(shard.kernels.take_rows)
+        columns, in_float32 = shard.expert_groups["emp",], shard.backend.sums_in_float32
+        self.is_cut = columns.size > 1
+        if self.is_cut:
+            self.gather = shard.cell(GatherTokens, columns, in_float32)
+            self.scatter = shard.cell(ScatterTokens, columns, in_float32)
+
+    def construct(self, rows: Any, counts: Any, by_expert: Any, as_arrived: Any) -> Any:
+        arrived = self.exchange(rows)
+        if self.is_cut:
+            arrived = self.gather(arrived)
+        sorted_rows = self.take(arrived, by_expert, ops.expand_dims(as_arrived, 1))
+        y = self.experts(sorted_rows, counts, by_expert, as_arrived)
+        y = self.take(y, as_arrived, ops.expand_dims(by_expert, 1))
+        if self.is_cut:
+            y = self.scatter(y, ops.stop_gradient(sorted_rows))
+        return self.exchange(y)
+
+
+class ChosenExperts(nn.Cell):
+    """(x_NH, routes [N, K]) -> (results by slot [N K, H], order [N K], home [N, K]); not for gradients.
+
+    Each rank computes its experts for the tokens of all, as nobody knows beforehand how many they will be.
+    """
+
+    def __init__(self, shard: Shard, experts: Experts, moe: MoeConfig) -> None:
+        super().__init__()
+        kernels, own = shard.kernels, shard.experts()
+        assert own is not None
+        group = shard.expert_groups["ep", "emp"]
+        self.experts, self.size, self.index = experts, group.size, group.index
+        self.first, self.count, self.slots = own.first, own.count, moe.per_token
+        self.sort = shard.cell(kernels.sort_slots, replace(routing(moe), num_experts=own.count))
+        self.take = shard.cell(kernels.take_rows)
+        # A generator's ranks compute the same tokens.
+        self.is_shared = group.size > 1 and shard.token_shares == 1 and shard.group.size > 1
+        if group.size > 1:
+            self.gather, self.total = group.gather_cell(), group.sum_cell()
+            self.scatter = group.scatter_sum_cell()
+
+    def construct(self, x: Any, routes: Any) -> Any:
+        count = x.shape[0]
+        if self.size == 1:
+            order, counts, home = self.sort(routes)
+            rows = self.take(x, order, home)
+            return self.experts(rows, counts, order, home), order, home
+        if not self.is_shared:
+            x = self.gather(x).reshape(-1, x.shape[1])
+            # In one order on all ranks; float32 has all numbers of experts.
+            routes = self.gather(ops.depend(routes.astype(ms.float32), x))
+            routes = routes.reshape(-1, self.slots).astype(ms.int32)
+        order, counts, home = self.sort(self.own(routes))
+        y = self.experts(self.take(x, order, home), counts, order, home)
+        y = self.take(y, home.reshape(-1), ops.expand_dims(order, 1))
+        y = self.total(y) if self.is_shared else self.by_rank(y)
+        slots = ops.arange(0, count * self.slots, 1, dtype=ms.int32)
+        return y, slots, slots.reshape(count, self.slots)
+
+    def by_rank(self, y: Any) -> Any:
+        """Sums what all ranks have of this one's tokens."""
+        return self.scatter(y.reshape(self.size, -1, y.shape[1]))
+
+    def own(self, routes: Any) -> Any:
+        """Numbers this rank's experts from 0; others are -1."""
+        local = routes - self.first
+        is_own = ops.logical_and(local >= 0, local < self.count).astype(ms.int32)
+        return (local + 1) * is_own - 1

@@ -143,6 +143,27 @@ class ScatterTokens(nn.Cell):
         return whole.astype(y.dtype), self.zeros(after)
 
 
+class Exchange(nn.Cell):
+    """Rows [size * n, H], n for each member of the group -> those that each has for this one, in its order.
+
+    The gradient goes the same way back, once everything arrived: in a layer that is computed again, its own exchanges
+    come first.
+    """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.size, self.exchange = group.size, group.exchange_cell()
+
+    def construct(self, x: Any) -> Any:
+        return self.by_member(x)
+
+    def bprop(self, x: Any, out: Any, dout: Any) -> Any:
+        return (self.by_member(ops.depend(dout, out)),)
+
+    def by_member(self, x: Any) -> Any:
+        return self.exchange(x.reshape(self.size, -1, x.shape[-1])).reshape(x.shape)
+
+
 class Leave(nn.Cell):
     """(y, after) -> what `cell`, a ReduceFrom or a ScatterTokens, makes of y."""
 

@@ -31,9 +31,17 @@ from mindgrpo.models.decoder import (
     tensors_of,
 )
 from mindgrpo.models.expert_plan import (
+    ALL_TOKENS,
+    Spread,
+    TokenShare,
+    capacity,
     load_of_fullest,
     merge_routes,
+    plan_experts,
+    plan_spread,
     routes_by_sample,
+    routes_of,
+    rows_by_expert,
     with_plan,
 )
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
@@ -180,7 +188,10 @@ class ForwardPipeline:
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
         # With the same layers, they compute other tokens.
-        self.same_layers = backend.group(mesh.group(rank, ("dp", "cp"))) if ends[-1] else None
+        self.same_layers = backend.group(mesh.group(rank, ("dp", "cp", "mp"))) if ends[-1] else None
+        self._token_share = TokenShare(shard.group.index, shard.token_shares)
+        if shard.token_shares == 1:
+            self._token_share = ALL_TOKENS
         activations = self.activations(widest.tokens)
         self.links: dict[int, Link] = {}
         # In one order on all ranks: each end waits for the other's.
@@ -254,17 +265,31 @@ class ForwardPipeline:
         results, packed.routes = self.log_probs(batches, routes), {}
         # A stage may have no layer with experts.
         if self.same_layers is not None:
-            by_rank = self.same_layers.gather_objects(routes_by_sample(batches, routes))
+            own = routes_by_sample(batches, routes, self._token_share)
+            by_rank = self.same_layers.gather_objects(own)
             packed.routes = merge_routes(by_rank)
             packed.expert_load = load_of_fullest(packed.routes, moe.num_experts)
         return results
 
     def planned(self, batches: Sequence[MicroBatch], packed: PackedRollout) -> Sequence[MicroBatch]:
-        """Returns the micro-batches with plans of the routes that are recorded; where none are, `batches`."""
+        """Returns the micro-batches with plans of the routes that are recorded; where none are, `batches`.
+
+        All ranks that share experts together.
+        """
         moe = self.shard.config.moe
         if not packed.routes or moe is None:
             return batches
-        return [with_plan(batch, packed.routes, moe.num_experts) for batch in batches]
+        routes = [routes_of(batch, packed.routes, self._token_share) for batch in batches]
+        mesh, group = self.shard.weights.layout.mesh, self.shard.expert_groups["ep", "emp"]
+        spread = Spread(mesh.ep, mesh.emp, group.index)
+        if spread.size == 1:
+            plans = [plan_experts(own, moe.num_experts) for own in routes]
+        else:
+            counts = np.stack([rows_by_expert(own, moe.num_experts) for own in routes])
+            sent = np.stack(group.gather_objects(counts))
+            rows = capacity(sent, spread, routes[0][0].size)
+            plans = [plan_spread(own, sent[:, i], spread, rows) for i, own in enumerate(routes)]
+        return list(map(with_plan, batches, routes, plans))
 
 
 def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:

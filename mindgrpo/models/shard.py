@@ -130,6 +130,11 @@ class Shard:
         self.group: Group = backend.group(mesh.group(weights.rank, ("mp",)))
         # Ranks that share rows of tokens.
         self.context_group: Group = backend.group(mesh.group(weights.rank, ("cp",)))
+        # Ranks with other experts, with other parts of the same ones, and both.
+        experts = {
+            axes: mesh.group(weights.rank, axes) for axes in (("ep",), ("emp",), ("ep", "emp"))
+        }
+        self.expert_groups = {axes: backend.group(ranks) for axes, ranks in experts.items()}
         tp_size = mesh.mp
         self.token_shares = layout.token_shares
         self._chunks = layout.stage_layers[mesh.index(weights.rank, "pp")]

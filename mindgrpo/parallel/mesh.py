@@ -30,7 +30,7 @@ CONFIG_KEYS = {
     "mp": "model_parallel",
     "pp": "pipeline_stage",
     "ep": "expert_parallel",
-    "emp": "expert_model_parallel",
+    "emp": "expert_tensor_parallel",
 }
 
 
@@ -66,7 +66,7 @@ class Mesh:
         stage = self.dp * self.cp * self.mp
         if stage % (self.ep * self.emp):
             raise UserError(
-                f"expert_parallel {self.ep} x expert_model_parallel {self.emp} does not divide the {stage} ranks of a "
+                f"expert_parallel {self.ep} x expert_tensor_parallel {self.emp} does not divide the {stage} ranks of a "
                 "stage (data_parallel x context_parallel x model_parallel); lower one of them in the parallel_config."
             )
 

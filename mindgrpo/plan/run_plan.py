@@ -358,10 +358,12 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
         validate_world(config, world_size, lambda degrees: _fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
-    infer = layout_of(generate.parallel_config, model)
+    infer = layout_of(generate.parallel_config, model, where="generate_config.parallel_config")
     reference = None
     if config.rl_config.beta > 0:
-        reference = layout_of(config.reference_parallel, model, config.ref_config.offset)
+        role = "ref_config" if config.ref_config.parallel_config else "actor_config"
+        where = f"{role}.parallel_config"
+        reference = layout_of(config.reference_parallel, model, config.ref_config.offset, where)
     check_positions(config, model)
     if generate.uses_vllm and model.moe is not None:
         raise UserError(
@@ -385,19 +387,41 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
 
 def _fits(mesh: Mesh, model: DecoderConfig) -> bool:
     try:
-        check_experts(mesh, model)
         Layout.of(mesh, parameter_specs(model))
     except UserError:
         return False
     return True
 
 
-def check_experts(mesh: Mesh, model: DecoderConfig) -> None:
-    """Raises UserError for a mesh that would split experts, or repeat a token on several of their ranks."""
-    if model.moe is not None and mesh.mp > 1:
+def check_experts(mesh: Mesh, model: DecoderConfig, splits_tokens: bool, where: str) -> None:
+    """Raises UserError for a mesh that the model's experts do not divide into, or that has a token on several of the
+    ranks that compute it; `where` is the section of its keys."""
+    moe = model.moe
+    if moe is None:
+        if mesh.ep * mesh.emp > 1:
+            raise UserError(
+                f"{where}: expert_parallel is {mesh.ep} and expert_tensor_parallel {mesh.emp}, but models of type "
+                f"{model.model_type} have no experts; leave both at 1."
+            )
+        return
+    for key, size, whole, what in (
+        ("expert_parallel", mesh.ep, moe.num_experts, "experts of a layer"),
+        ("expert_tensor_parallel", mesh.emp, moe.inner, "columns of an expert"),
+    ):
+        if whole % size:
+            raise UserError(
+                f"{where}.{key} is {size}, but does not divide the {whole} {what}; choose a divisor."
+            )
+    if where.startswith("generate_config"):
+        if mesh.mp % mesh.ep:
+            raise UserError(
+                f"{where}.expert_parallel is {mesh.ep}, but experts are dealt to ranks of a replica, and model_parallel "
+                f"is {mesh.mp}; choose a divisor of it."
+            )
+    elif mesh.mp > 1 and not splits_tokens:
         raise UserError(
-            f"model_parallel is {mesh.mp}, but models with experts ({model.model_type}) cannot be split over the ranks "
-            "of a model group; set model_parallel to 1 and use data_parallel or pipeline_stage in the parallel_config."
+            f"{where}.model_parallel is {mesh.mp}, but models with experts ({model.model_type}) share out their tokens "
+            f"over these ranks; set {where}.use_seq_parallel to true, or model_parallel to 1."
         )
 
 
@@ -417,15 +441,22 @@ def check_positions(config: Config, model: DecoderConfig) -> None:
         )
 
 
-def layout_of(degrees: ParallelConfig, model: DecoderConfig, offset: Offset = 0) -> Layout:
-    """Lays out the whole model. Raises UserError."""
+def layout_of(
+    degrees: ParallelConfig,
+    model: DecoderConfig,
+    offset: Offset = 0,
+    where: str = "actor_config.parallel_config",
+) -> Layout:
+    """Lays out the whole model; `where` is the section that `degrees` are of. Raises UserError."""
     mesh = Mesh(
         degrees.data_parallel,
         degrees.model_parallel,
         degrees.pipeline_stage,
         degrees.context_ranks,
+        degrees.expert_parallel,
+        degrees.expert_columns,
     )
-    check_experts(mesh, model)
     splits_tokens = degrees.splits_tokens
+    check_experts(mesh, model, splits_tokens, where)
     specs = parameter_specs(model, splits_tokens)
     return Layout.of(mesh, specs, offset, splits_tokens, degrees.num_chunks)

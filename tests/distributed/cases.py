@@ -217,6 +217,9 @@ class Case:
     recipe: str
     train: tuple[int, ...]
     infer: tuple[int, int]
+    # Ranks that experts of `train` are dealt to, and that each is cut over; those of `infer` are dealt to as many as
+    # it has model-parallel ranks.
+    experts: tuple[int, int] = (1, 1)
     recompute: bool = False
     backend: str = "shared_memory"
     # Rows are as long as their content, 64 tokens, where they may be longer.
@@ -253,7 +256,8 @@ class Case:
         over = "" if self.backend == "shared_memory" else f", {self.backend}"
         split = ", tokens split" if self.splits_tokens else ""
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
-        return f"{self.recipe}, train {train}{chunks}, generate {infer}{split}{over}"
+        experts = ", experts {}x{}".format(*self.experts) if prod(self.experts) > 1 else ""
+        return f"{self.recipe}, train {train}{chunks}{experts}, generate {infer}{split}{over}"
 
 
 ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
@@ -274,7 +278,8 @@ SPREAD = (
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True, chunks=2),
     Case("eight layers", (1, 1, 4), (2, 2), recompute=True, chunks=2),
-    Case("experts", (2, 1, 2), (4, 1), recompute=True, shards_optimizer=True),
+    Case("experts", (2, 1, 1), (1, 2), experts=(2, 1), recompute=True),
+    Case("experts", (2, 1, 2), (4, 1), experts=(2, 1), recompute=True, shards_optimizer=True),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 2), (2, 2), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.

@@ -94,9 +94,11 @@ class Run:
         backend.kernels.batch_invariant = case.batch_invariant
         self.recipe = c.RECIPES[case.recipe]
         self.config = decoder_config(self.recipe.model, "the test's model")
-        mesh = Mesh(*case.train)
+        ep, emp = case.experts
+        mesh = replace(Mesh(*case.train), ep=ep, emp=emp)
         self.train = layout_of(self.config, mesh, case.splits_tokens, case.chunks)
-        self.infer = layout_of(self.config, Mesh(*case.infer))
+        infer = Mesh(*case.infer)
+        self.infer = layout_of(self.config, replace(infer, ep=infer.mp if self.config.moe else 1))
         self.policy = self._policy()
         self.generator = self._generator()
         self.reference = self._reference()

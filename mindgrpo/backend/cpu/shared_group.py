@@ -19,7 +19,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Group, Share
 from mindgrpo.backend.cpu.host import LocalRanks, SharedSegment
-from mindgrpo.backend.group_cells import GatherBySum, ScatterBySum
+from mindgrpo.backend.group_cells import ExchangeByGather, GatherBySum, ScatterBySum
 from mindgrpo.backend.kernels.native.library import as_first, operation
 
 SMALL_BYTES = 32 * 1024
@@ -68,6 +68,16 @@ class NativeScatterSum(nn.Cell):
         return self.call(x, self.group)
 
 
+class NativeExchange(nn.Cell):
+    def __init__(self, kernel_id: int) -> None:
+        super().__init__()
+        self.group = Tensor([kernel_id], ms.int32)
+        self.call = operation("shared_exchange", as_first, as_first)
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x, self.group)
+
+
 class PythonSum(nn.Cell):
     """Without a C compiler: a Python call on numpy arrays."""
 
@@ -104,6 +114,9 @@ class SharedGroup(Group):
 
     def scatter_sum_cell(self) -> nn.Cell:
         return ScatterBySum(self.sum_cell(), self.index)
+
+    def exchange_cell(self) -> nn.Cell:
+        return ExchangeByGather(self.gather_cell(), self.index)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         dense = np.ascontiguousarray(array)
@@ -159,6 +172,9 @@ class NativeGroup(SharedGroup):
 
     def scatter_sum_cell(self) -> nn.Cell:
         return NativeScatterSum(self.kernel_id)
+
+    def exchange_cell(self) -> nn.Cell:
+        return NativeExchange(self.kernel_id)
 
     def _done(self, status: int) -> None:
         if status == LOST:

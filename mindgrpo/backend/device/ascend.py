@@ -44,6 +44,15 @@ class _ScatterSum(nn.Cell):
         return self.call(x).reshape(x.shape[1:])
 
 
+class _Exchange(nn.Cell):
+    def __init__(self, name: str, size: int) -> None:
+        super().__init__()
+        self.call = ops.AlltoAll(split_count=size, split_dim=0, concat_dim=0, group=name)
+
+    def construct(self, x: Any) -> Any:
+        return self.call(x)
+
+
 class AscendBackend(DeviceBackend):
     name = "Ascend, hccl"
     communication = "hccl"
@@ -90,6 +99,9 @@ class AscendBackend(DeviceBackend):
 
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return _ScatterSum(group)
+
+    def exchange_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        return _Exchange(group, size)
 
     def _transfer(
         self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]

@@ -46,6 +46,9 @@ class DeviceGroup(Group):
     def scatter_sum_cell(self) -> nn.Cell:
         return self._backend.scatter_sum_cell(self._name, self.index, self.size)
 
+    def exchange_cell(self) -> nn.Cell:
+        return self._backend.exchange_cell(self._name, self.index, self.size)
+
     def sum_array(self, array: np.ndarray) -> np.ndarray:
         # By way of all members' arrays: in rank order, and in the dtype that they have.
         arrays = self.gather_objects(array)
@@ -179,6 +182,10 @@ class DeviceBackend(Backend):
     @abstractmethod
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
         """Implements contract.Group.scatter_sum_cell for the member at `index` of `size`; adds in any order."""
+
+    @abstractmethod
+    def exchange_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        """Implements contract.Group.exchange_cell for the member at `index` of `size`."""
 
     @abstractmethod
     def _transfer(

@@ -18,7 +18,13 @@ from mindspore import Tensor, mint, nn, ops
 
 from mindgrpo.backend.device.backend import DeviceBackend
 from mindgrpo.backend.dtypes import Dtype, device_bits, numpy_dtype
-from mindgrpo.backend.group_cells import GatherBySum, MindSporeSum, ScatterBySum, SumInFloat32
+from mindgrpo.backend.group_cells import (
+    ExchangeByGather,
+    GatherBySum,
+    MindSporeSum,
+    ScatterBySum,
+    SumInFloat32,
+)
 from mindgrpo.backend.kernels.contract import Kernels
 
 
@@ -72,6 +78,9 @@ class HostCpuBackend(DeviceBackend):
 
     def scatter_sum_cell(self, group: str, index: int, size: int) -> nn.Cell:
         return ScatterBySum(self.sum_cell(group), index)
+
+    def exchange_cell(self, group: str, index: int, size: int) -> nn.Cell:
+        return ExchangeByGather(self.gather_cell(group, index, size), index)
 
     def _transfer(
         self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]

@@ -325,6 +325,25 @@ static int scatter_sum(int32_t id, const float *mine, int64_t count, float *out)
     return end(g, status);
 }
 
+/* out[i] = member i's block `index` of `count` floats, for each of the members. */
+static int exchange(int32_t id, const float *mine, int64_t count, float *out) {
+    int status;
+    Group *g = begin(id, &status);
+    if (!g) return status;
+    int64_t block = count * (int64_t)sizeof(float), room = g->slot_bytes / g->size / 64 * 64;
+    if (!room) return end(g, GROUP_NO_ROOM);
+    for (int64_t at = 0; at < block && !status; at += room) {
+        int half = ++g->number & 1;
+        int64_t bytes = piece_of(block, at, room);
+        for (int i = 0; i < g->size; i++)
+            memcpy(slot(g, half, g->index) + i * room, (const char *)mine + i * block + at, bytes);
+        if ((status = meet(g, INT64_MIN / 4 + block))) break;
+        for (int i = 0; i < g->size; i++)
+            memcpy((char *)out + i * block + at, slot(g, half, i) + g->index * room, bytes);
+    }
+    return end(g, status);
+}
+
 /* -- in graphs ----------------------------------------------------------------------------------------------- */
 
 static int reported(const Call *call, int status) {
@@ -359,4 +378,12 @@ KERNEL(shared_scatter_sum, "x f32[S, ...], group i32[1] -> sum f32[...]") {
     if (g && g->size != dim(call, 'S'))
         return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
     return reported(call, scatter_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
+}
+
+KERNEL(shared_exchange, "x f32[S, ...], group i32[1] -> y f32[S, ...]") {
+    int32_t id = *(const int32_t *)call->params[1];
+    const Group *g = find(id);
+    if (g && g->size != dim(call, 'S'))
+        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
+    return reported(call, exchange(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }
