@@ -11,10 +11,17 @@ import pytest
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.models.expert_plan import (
+    ExpertPlan,
+    Spread,
+    TokenShare,
+    capacity,
     load_of_fullest,
     merge_routes,
     plan_experts,
+    plan_spread,
     routes_by_sample,
+    routes_of,
+    rows_by_expert,
     with_plan,
 )
 
@@ -62,6 +69,93 @@ def test_a_plan_names_each_slots_row_by_expert_and_in_the_order_of_the_slots() -
     assert {own.dtype for own in plan} == {np.dtype(np.int32)}
 
 
+def _take(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Rows of `x`, zeros for -1."""
+    return np.where((rows >= 0)[:, None], x[np.maximum(rows, 0)], 0)
+
+
+def _results(plans: list[ExpertPlan], layer: int, spread: tuple[int, int]) -> list[np.ndarray]:
+    """By rank [N K, 3]: what comes back for each slot of (rank, slot), with the expert that it met."""
+    ep, emp = spread
+    own = [plan.order[layer] for plan in plans]
+    sent = [
+        np.where(order >= 0, [np.full_like(order, rank + 1), order + 1], 0).T
+        for rank, order in enumerate(own)
+    ]
+    rows = len(sent[0]) // ep
+    arrived = []
+    for rank in range(ep * emp):
+        # Blocks of those with the same columns; then what each with other columns got.
+        expert_rank = rank // emp
+        blocks = [
+            sent[source * emp + column][expert_rank * rows : (expert_rank + 1) * rows]
+            for column in range(emp)
+            for source in range(ep)
+        ]
+        arrived.append(np.concatenate(blocks))
+    made = []
+    for rank, plan in enumerate(plans):
+        by_expert, back = plan.by_expert[layer], plan.as_arrived[layer]
+        first = rank // emp * len(plan.counts[layer])
+        experts = first + np.repeat(np.arange(len(plan.counts[layer])), plan.counts[layer])
+        met = np.zeros((len(by_expert), 1), np.int64)
+        met[: len(experts), 0] = experts + 1
+        of_rows = np.concatenate([_take(arrived[rank], by_expert), met], 1)
+        made.append(_take(of_rows, back))
+    results = []
+    for rank, plan in enumerate(plans):
+        column = rank % emp
+        returned = []
+        for source in range(ep):
+            block = made[source * emp + column].reshape(emp, ep, rows, -1)
+            returned.append(block[column, rank // emp])
+        results.append(_take(np.concatenate(returned), plan.home[layer].reshape(-1)))
+    return results
+
+
+@pytest.mark.parametrize("spread", [(2, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("kind", ["random", "one expert has all", "a rank has nothing"])
+def test_every_slot_of_every_rank_meets_its_expert_and_comes_back(
+    spread: tuple[int, int], kind: str
+) -> None:
+    rng, (ep, emp), tokens, experts = np.random.default_rng(2), spread, 13, 8
+    by_rank = []
+    for _ in range(ep * emp):
+        routes = np.argsort(rng.random((LAYERS, tokens, experts)), 2)[:, :, :SLOTS]
+        routes[:, 3] = -1
+        by_rank.append(routes.astype(np.int32))
+    if kind == "one expert has all":
+        for routes in by_rank:
+            routes[:, :, 0], routes[:, :, 1] = 5, -1
+    if kind == "a rank has nothing":
+        by_rank[0][:] = -1
+    sent = np.stack([rows_by_expert(routes, experts) for routes in by_rank])
+    rows = capacity(sent, Spread(ep, emp, 0), tokens * SLOTS)
+    assert rows >= sent.reshape(len(sent), LAYERS, ep, -1).sum(-1).max()
+    plans = [
+        plan_spread(routes, sent, Spread(ep, emp, member), rows)
+        for member, routes in enumerate(by_rank)
+    ]
+    assert {own.dtype for plan in plans for own in plan} == {np.dtype(np.int32)}
+    for layer in range(LAYERS):
+        for rank, results in enumerate(_results(plans, layer, spread)):
+            wanted = by_rank[rank][layer].reshape(-1)
+            slots = np.arange(tokens * SLOTS)
+            expected = np.stack([np.full_like(slots, rank + 1), slots + 1, wanted + 1], 1)
+            np.testing.assert_array_equal(results, np.where((wanted >= 0)[:, None], expected, 0))
+
+
+def test_the_capacity_is_a_multiple_of_an_even_share_and_enough() -> None:
+    spread = Spread(8, 1, 0)
+    even = np.full((8, 1, 16), 3, np.int32)
+    assert capacity(even, spread, 48) == 2 * 6
+    uneven = even.copy()
+    uneven[2, 0, :2] = 9
+    assert capacity(uneven, spread, 48) == 3 * 6
+    uneven[2, 0] = [48, *[0] * 15]
+    assert capacity(uneven, spread, 48) == 48
+
+
 @pytest.mark.parametrize(("shape", "num_shares"), [(MicroShape(2, 24), 2), (MicroShape(1, 32), 1)])
 @pytest.mark.parametrize("context_ranks", [1, 2])
 def test_routes_of_one_packing_are_those_of_the_same_tokens_in_another(
@@ -83,7 +177,8 @@ def test_routes_of_one_packing_are_those_of_the_same_tokens_in_another(
     for share in range(num_shares):
         for part in range(context_ranks):
             for batch in packed.micro_batches(shape, num_shares, share, part=part):
-                planned = with_plan(batch, samples, EXPERTS)
+                routes = routes_of(batch, samples)
+                planned = with_plan(batch, routes, plan_experts(routes, EXPERTS))
                 expected = routes_of_tokens(batch)
                 is_padding = (planned.routes < 0).all((0, 2))
                 num_padding += int(is_padding.sum())
@@ -105,6 +200,23 @@ def test_the_load_is_that_of_the_fullest_expert_of_any_layer() -> None:
     more = np.array([[[0, 1], [2, 1]], [[-1, -1], [-1, -1]], [[0, 3], [0, 3]]], np.int16)
     one = np.array([[[0, 2], [1, 2]]], np.int16)
     assert load_of_fullest({0: more, 1: one}, 4) == 3 / 1.5
+
+
+def test_ranks_that_share_out_tokens_record_and_plan_their_own() -> None:
+    packed = PackedRollout(rollout())
+    batches = packed.micro_batches(MicroShape(2, 24), 1, 0)
+    whole = [routes_of_tokens(batch) for batch in batches]
+    halves = [TokenShare(index, 2) for index in range(2)]
+    by_rank = []
+    for share in halves:
+        own = [routes[:, share.within(routes.shape[1])] for routes in whole]
+        by_rank.append(routes_by_sample(batches, own, share))
+    merged = merge_routes(by_rank)
+    for sample, own in routes_by_sample(batches, whole).items():
+        np.testing.assert_array_equal(merged[sample], own)
+    for batch in batches:
+        parts = [routes_of(batch, merged, share) for share in halves]
+        np.testing.assert_array_equal(np.concatenate(parts, 1), routes_of(batch, merged))
 
 
 def test_ranks_that_share_rows_merge_what_each_has_recorded() -> None:

@@ -21,8 +21,8 @@ NO_EXPERT = -1
 class ExpertPlan(NamedTuple):
     """Names the slots and rows of each of L layers, as backend/kernels/contract.py has them.
 
-    int32 `order` [L, S], `counts` [L, experts of this rank] and `home` [L, N, K]. Where experts are spread over ranks, S
-    = ep C: C rows that are sent to each rank of other experts, those of one expert beside each other. `by_expert`
+    int32 `order` [L, S], `counts` [L, experts of this rank] and `home` [L, N, K]. Where experts are spread over ranks,
+    S = ep C: C rows that are sent to each rank of other experts, those of one expert beside each other. `by_expert`
     [L, emp S] are the arrived rows in the order of this rank's experts, and `as_arrived` [L, emp S] are their places in
     it, -1 where nothing is; [L, 1] elsewhere.
     """

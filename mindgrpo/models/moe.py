@@ -1,7 +1,7 @@
 """A feed-forward of experts, of which each token passes a few (arXiv:1701.06538), spread over the ranks of its groups.
 
-Along `ep` ranks have other experts, along `emp` other columns of the same ones. Either way a token's results come back to
-the rank that has the token, which adds them in the order of its slots: spreading experts changes no bit of them.
+Along `ep` ranks have other experts, along `emp` other columns of the same ones. A token's results come back to the rank
+that has the token, which adds them in the order of its slots: dealing experts to ranks changes no bit of the sum.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import LocalExperts
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.models.expert_plan import CAPACITIES
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.models.shard import (
@@ -58,6 +59,7 @@ class Block:
     is_silu: bool = True
     has_out_norms: bool = False
     experts: LocalExperts | None = None
+    expert_columns: int = 1
 
 
 @dataclass(frozen=True)
@@ -252,10 +254,18 @@ def _mlp(graphs: Graphs) -> int:
 
 
 def _of_experts(graphs: Graphs, experts: LocalExperts, a_width: int) -> int:
-    """Returns the bytes per token of its rows, which experts get and make, and of scores."""
+    """Returns the bytes per token of its rows, which experts get and make, and of scores.
+
+    With experts of other ranks, there are as many rows as CAPACITIES begin with, in multiples of the own ones; they are
+    kept as they came, too. With parts of experts, all of their ranks' rows are here.
+    """
     number, rows = experts.routing.num_experts, experts.routing.per_token
-    a_row = 2 * graphs.block.hidden * graphs.itemsize + experts.inner * a_width
-    return rows * a_row + FLOAT * (number + 2 * rows)
+    ep, columns = number // experts.count, graphs.block.expert_columns
+    arrived = rows * min(CAPACITIES[0], ep)
+    copies = 1 if ep * columns == 1 else 2
+    a_row = copies * graphs.block.hidden * graphs.itemsize + experts.inner // columns * a_width
+    bytes_here = arrived * columns * a_row + arrived * graphs.block.hidden * graphs.itemsize
+    return -(-(bytes_here + FLOAT * (number + 2 * rows)) // graphs.token_shares)
 
 
 def _inside_mlp(graphs: Graphs, widths: int, again: int = 0) -> int:
@@ -339,7 +349,8 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         local_heads(model, tp_size),
         is_silu=model.activation == "silu",
         has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),
-        experts=local_experts(model, 1, 0),
+        experts=local_experts(model, layout.mesh.ep, 0),
+        expert_columns=layout.mesh.emp,
     )
     # The processors' kernels have float32 activations whatever weights are.
     on_host = plan.config.context.target == SHARED_MEMORY

@@ -415,8 +415,8 @@ def check_experts(mesh: Mesh, model: DecoderConfig, splits_tokens: bool, where: 
     if where.startswith("generate_config"):
         if mesh.mp % mesh.ep:
             raise UserError(
-                f"{where}.expert_parallel is {mesh.ep}, but experts are dealt to ranks of a replica, and model_parallel "
-                f"is {mesh.mp}; choose a divisor of it."
+                f"{where}.expert_parallel is {mesh.ep}, but experts are dealt to the ranks of a replica, and "
+                f"model_parallel is {mesh.mp}; choose a divisor of it."
             )
     elif mesh.mp > 1 and not splits_tokens:
         raise UserError(

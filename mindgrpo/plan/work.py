@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from mindgrpo.backend.dtypes import ITEM_BYTES
+from mindgrpo.models.expert_plan import CAPACITIES
 from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.run_plan import RunPlan
@@ -20,6 +21,8 @@ FLOAT = ITEM_BYTES["float32"]
 # A sum of a layer's attention and one of its MLP; in a backward pass those of two gradients, and of what is computed
 # again the one that is not the layer's result.
 FORWARD_SUMS, BACKWARD_SUMS, RECOMPUTED_SUMS = 2, 2, 1
+# Of copies of tokens: to the ranks of their experts and back.
+EXCHANGES = 2
 # Attention's backward pass makes five products where its forward pass makes two.
 ATTENTION_BACKWARD = 2.5
 
@@ -202,7 +205,8 @@ class LayerWork:
         self.vocabulary = local_vocabulary(model, self.group)
         self.kv_width, self.mixed = 2 * heads.kv * heads.dim, mixed
         self.attention_size = self.hidden * (heads.width + mixed)
-        self.size = self.read_by(1)
+        self.token_shares, self.ep, self.emp = layout.token_shares, layout.mesh.ep, layout.mesh.emp
+        self.size = self.attention_size + self.dense_size + self._expert_products()
         self.counts, self.itemsize = counts, itemsize
         in_float32 = counts.float32_sums or plan.config.context.reduce_dtype == "float32"
         self.sum_bytes = FLOAT if in_float32 else itemsize
@@ -223,27 +227,57 @@ class LayerWork:
     def read_by(self, tokens: float) -> float:
         """Counts the elements of a layer's matrices that tokens use: of one, also its products.
 
-        Tokens choose experts at random, and layers are an average one of the model.
+        Tokens choose experts at random, and layers are an average one of the model. A rank's experts get the tokens of
+        all ranks that share them.
         """
         size = self.attention_size + self.dense_size
         if self.moe is None:
             return size
-        number = self.moe.num_experts
-        used = number * (1 - (1 - self.moe.per_token / number) ** tokens)
+        number, coming = self.moe.num_experts, tokens / self.token_shares * self.ep * self.emp
+        used = number / self.ep * (1 - (1 - self.moe.per_token / number) ** coming)
         router = self.hidden * number
-        return size + self.expert_share * (3 * self.hidden * self.moe.inner * used + router)
+        of_experts = 3 * self.hidden * self.moe.inner / self.emp * used
+        return size + self.expert_share * (of_experts + router)
+
+    def _expert_products(self) -> float:
+        """Counts the elements of the router and of experts that a token is multiplied with."""
+        if self.moe is None:
+            return 0.0
+        of_experts = 3 * self.moe.inner * self.moe.per_token + self.moe.num_experts
+        return self.expert_share * self.hidden * of_experts / self.token_shares
 
     def _between_products(self, inner: int) -> float:
         """Counts elements that the activation reads and writes, and the copies of a token, one for each expert."""
         if self.moe is None:
             return 5 * inner
-        of_experts = self.moe.per_token * (5 * self.moe.inner + 4 * self.hidden)
-        return (1 - self.expert_share) * 5 * inner + self.expert_share * of_experts
+        copies = 4 + 4 * self._is_spread
+        of_experts = self.moe.per_token * (5 * self.moe.inner + copies * self.hidden)
+        return (1 - self.expert_share) * 5 * inner + (
+            self.expert_share * of_experts / self.token_shares
+        )
+
+    @property
+    def _is_spread(self) -> bool:
+        return self.ep * self.emp > 1
+
+    def _exchanges(self, number: float, tokens: float) -> Work:
+        """Counts `number` exchanges of a copy of a token for each of its experts, and gathers over its columns.
+
+        As many rows are exchanged as CAPACITIES begin with, in multiples of what is sent evenly.
+        """
+        if self.moe is None or not self._is_spread:
+            return Work()
+        rows = tokens / self.token_shares * self.moe.per_token * self.expert_share
+        others = min(CAPACITIES[0], self.ep) * (self.ep - 1) / self.ep + (self.emp - 1)
+        calls = (self.ep > 1) + (self.emp > 1)
+        return Work(sent=number * others * rows * self.hidden * self.itemsize, sums=number * calls)
 
     def _sums(self, number: float, tokens: float) -> Work:
         """`number` sums of hidden states over the model group, and casts where they are float32 beside narrower."""
         if self.group == 1:
             return Work()
+        # Half of them are of feed-forwards, of which those of experts have exchanges.
+        number *= 1 - self.expert_share / 2
         summed = number * tokens * self.hidden * self.sum_bytes
         narrow = self.sum_bytes > self.itemsize
         casts = number * tokens * self.hidden * 2 * (FLOAT + self.itemsize) if narrow else 0.0
@@ -268,6 +302,7 @@ class LayerWork:
         )
         work += self._sums(FORWARD_SUMS * layers, passes.tokens)
         work += self._context(layers, passes.tokens)
+        work += self._exchanges(EXCHANGES * layers, passes.tokens)
         return work + self.head(passes.picks, 1) if has_head else work
 
     def head(self, picks: float, products: int) -> Work:
@@ -311,6 +346,7 @@ class LayerWork:
         work += self._sums(sums * layers, passes.tokens)
         gathers = forwards + 1 + self.context_again * max(0.0, 1 - recomputed)
         work += self._context(gathers * layers, passes.tokens)
+        work += self._exchanges(EXCHANGES * (forwards + 1) * layers, passes.tokens)
         # Forward, again for the gradient, and the two products of the gradient.
         return work + self.head(passes.picks, 4) if has_head else work
 
