@@ -318,7 +318,7 @@ TRAINED, GENERATED = "actor_config.parallel_config", "generate_config.parallel_c
         ("mixtral", Mesh(2, 2, ep=2), False, GENERATED, None),
         ("llama", Mesh(2, 2), False, TRAINED, None),
         ("mixtral", Mesh(2, 2), False, TRAINED, "actor_config.parallel_config.model_parallel is 2"),
-        ("mixtral", Mesh(3, 1, ep=3), False, TRAINED, "does not divide the 4 experts of a layer"),
+        ("mixtral", Mesh(3, 1, ep=3), False, TRAINED, "does not divide the 8 experts of a layer"),
         ("mixtral", Mesh(32, 1, emp=32), False, TRAINED, "does not divide the 48 columns of an"),
         ("mixtral", Mesh(4, 1, ep=2), False, GENERATED, "and model_parallel is 1; choose"),
         ("llama", Mesh(2, 1, ep=2), False, TRAINED, "models of type llama have no experts"),

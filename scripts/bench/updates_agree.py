@@ -1,8 +1,9 @@
 """How far a step's losses, norms and gradients, and the next step's tokens, are from those of one rank, by layout.
 
-updates_agree.py [--backend shared_memory|device] [--layouts DP2/CP2,...] prints one JSON line: of every layout of
-{data, model, context, pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP), interleaved
-stages (VPP2) and a sharded optimizer (ZeRO-1), or of those named, the tokens whose log-probs differ in any bit from
+updates_agree.py [--backend shared_memory|device] [--experts] [--layouts DP2/CP2,...] prints one JSON line: of every
+layout of {data, model, context, pipeline} in {1, 2} on up to 8 ranks, with and without sequence parallelism (SP),
+interleaved stages (VPP2) and a sharded optimizer (ZeRO-1), with --experts of a mixture of them in every layout that
+deals them to {1, 2} ranks (EP), or of those named, the tokens whose log-probs differ in any bit from
 those of one rank; of the loss, of the norm and of the gradients, element by element on every rank, the largest
 difference (of a gradient relative to its tensor's largest element); and the completions of the next step that differ.
 One launch a number of ranks. Weights, prompts and rewards are random.
@@ -13,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,17 @@ MODEL = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
 }
+MIXTURE = MODEL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 WORK = Work(MODEL, prompts=8, generations=4, prompt_tokens=16, new_tokens=24)
 RANKS = (1, 2, 4, 8)
 BACKENDS = ("shared_memory", "device")
@@ -48,6 +60,7 @@ class Trained:
     model: int
     context: int
     pipeline: int
+    experts: int = 1
     chunks: int = 1
     splits_tokens: bool = False
     shards_optimizer: bool = False
@@ -62,6 +75,7 @@ class Trained:
             "DP": self.data,
             "MP": self.model,
             "CP": self.context,
+            "EP": self.experts,
             "PP": self.pipeline,
             "VPP": self.chunks,
         }
@@ -75,16 +89,17 @@ class Trained:
         model = min(2, self.ranks)
         return self.ranks // model, model
 
-    def config(self, backend: str) -> Any:
+    def config(self, backend: str, work: Work) -> Any:
         import assembly
 
         rows = assembly.Rows(2, 2)
         config = assembly.configuration(
-            WORK, (self.data, self.model, self.pipeline), self.generator, rows, beta=0.0
+            work, (self.data, self.model, self.pipeline), self.generator, rows, beta=0.0
         )
         mesh = config.actor_config.parallel_config.model_copy(
             update={
                 "context_parallel": self.context,
+                "expert_parallel": self.experts,
                 "pp_interleave_num": self.chunks,
                 "use_seq_parallel": self.splits_tokens,
             }
@@ -95,27 +110,39 @@ class Trained:
         return config.model_copy(update={"actor_config": actor, "context": context})
 
 
-def trained_on(ranks: int, names: Sequence[str]) -> list[Trained]:
+def trained_on(ranks: int, names: Sequence[str], has_experts: bool) -> list[Trained]:
     """The layouts of so many ranks; of these the named ones, unless there is one rank or none is named."""
-    found = []
+    every = _of_experts() if has_experts else _of_dense()
+    return [
+        layout
+        for layout in every
+        if layout.ranks == ranks and (ranks == 1 or not names or layout.name in names)
+    ]
+
+
+def _of_dense() -> Iterator[Trained]:
     either = (False, True)
     for *degrees, split, shard in product(*[(1, 2)] * 5, either, either):
         data, model, context, pipeline, chunks = degrees
-        layout = Trained(data, model, context, pipeline, chunks, bool(split), bool(shard))
         has_effect = (
             (model > 1 or not split)
             and (data * context > 1 or not shard)
             and (pipeline > 1 or chunks == 1)
         )
-        is_asked = ranks == 1 or not names or layout.name in names
-        if layout.ranks == ranks and has_effect and is_asked:
-            found.append(layout)
-    return found
+        if has_effect:
+            yield Trained(data, model, context, pipeline, 1, chunks, bool(split), bool(shard))
+
+
+def _of_experts() -> Iterator[Trained]:
+    for data, model, context, pipeline, experts in product(*[(1, 2)] * 5):
+        if data * model * context % experts == 0:
+            yield Trained(data, model, context, pipeline, experts, splits_tokens=model > 1)
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--layouts", type=lambda text: text.split(",") if text else (), default=())
     parser.add_argument("--ranks", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -140,20 +167,20 @@ class Gradients:
         self._apply(norm, lr)
 
 
-def stepped(layout: Trained, backend: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def stepped(work: Work, backend: Any, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two steps: numbers and arrays that all ranks have alike, and the gradients' parts of this rank."""
     import assembly
 
-    model = assembly.model_of(WORK)
+    model = assembly.model_of(work)
     plan = assembly.plan_of(config, model, backend.world_size)
     roles = assembly.roles_of(plan, backend)
-    stepper = assembly.stepper_of(roles, WORK)
+    stepper = assembly.stepper_of(roles, work)
     gradients = Gradients(roles.policy)
     outcome = stepper.run(0)
     report, parts = outcome.reports[0], dict(gradients.parts)
     tokens = [sample.tokens for sample in stepper.run(1).batch.rollout.samples]
     alike = {
-        "logps": np.concatenate([report.logps[i] for i in range(WORK.samples)]),
+        "logps": np.concatenate([report.logps[i] for i in range(work.samples)]),
         "loss": report.loss,
         "norm": report.grad_norm,
         "tokens": np.stack(tokens),
@@ -168,8 +195,9 @@ def measure(given: argparse.Namespace) -> None:
     if backend is None:
         return
     figures: dict[str, Any] = {}
-    for layout in trained_on(given.ranks, given.layouts):
-        alike, parts = stepped(layout, backend, layout.config(given.backend))
+    work = replace(WORK, model=MIXTURE) if given.experts else WORK
+    for layout in trained_on(given.ranks, given.layouts, given.experts):
+        alike, parts = stepped(work, backend, layout.config(given.backend, work))
         if given.ranks == 1:
             whole = {f"gradient of {name}": part for name, (_, part) in parts.items()}
             np.savez(given.folder / REFERENCE, **alike, **whole)
@@ -198,13 +226,14 @@ def compared(
     }
 
 
-def figures_of(backend: str, names: Sequence[str]) -> dict[str, Any]:
+def figures_of(given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="mindgrpo-bench-") as folder:
         for ranks in RANKS:
-            if trained_on(ranks, names):
-                words = [f"--backend={backend}", f"--ranks={ranks}", f"--folder={folder}"]
-                words.append(f"--layouts={','.join(names)}")
+            if trained_on(ranks, given.layouts, given.experts):
+                words = [f"--backend={given.backend}", f"--ranks={ranks}", f"--folder={folder}"]
+                words += ["--experts"] * given.experts
+                words.append(f"--layouts={','.join(given.layouts)}")
                 found |= launching.run_on_ranks(__file__, words, ranks)
     return found
 
@@ -214,11 +243,7 @@ def main() -> None:
     if launching.is_rank():
         measure(given)
     else:
-        print(
-            json.dumps(
-                {"bench": "updates_agree", given.backend: figures_of(given.backend, given.layouts)}
-            )
-        )
+        print(json.dumps({"bench": "updates_agree", given.backend: figures_of(given)}))
 
 
 if __name__ == "__main__":
