@@ -33,6 +33,8 @@ SHOWN = 12
 SEQUENCE = "actor_config.parallel_config.use_seq_parallel"
 ZERO = "actor_config.enable_parallel_optimizer"
 # In the order in which they are tried where a layout does not fit.
+# Ranks that experts are dealt to, in layouts that are tried.
+EXPERT_DEGREES = (1, 4, 8, 16, 32, 64)
 SAVINGS: tuple[Values, ...] = ({SEQUENCE: True}, {ZERO: True}, {SEQUENCE: True, ZERO: True})
 # Data, model, stages, context.
 Degrees = tuple[int, int, int, int]
@@ -145,10 +147,14 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
     world, batch = plan.world_size, plan.batch
     trains = _degrees(world, STAGE_DEGREES, context_degrees(plan))
     own = sorted({1, 2, plan.train.num_chunks})
-    for train, infer, chunks in itertools.product(trains, _degrees(world, (1,), (1,)), own):
+    infers = _degrees(world, (1,), (1,))
+    for train, infer, chunks, experts in itertools.product(trains, infers, own, _dealt(plan)):
         if chunks > 1 and train[2] == 1:
             continue
-        values = _values(plan, train, infer, chunks)
+        values = {
+            **_values(plan, train, infer, chunks),
+            **_of_experts(plan, train, infer, experts),
+        }
         try:
             other = plan_run(config_with(loaded, values).config, plan.model, None)
         except UserError:
@@ -171,6 +177,31 @@ def _values(plan: RunPlan, train: Degrees, infer: Degrees, chunks: int) -> Value
         values["rl_config.updates_per_rollout"] = plan.batch.updates_per_rollout
     if plan.reference is not None:
         values |= layout_values("ref_config", *infer, chunks=1)
+    known = values_by_key(plan.config)
+    return {key: value for key, value in values.items() if known[key] != value}
+
+
+def _dealt(plan: RunPlan) -> list[int]:
+    """Returns the numbers of ranks that experts may be dealt to."""
+    moe = plan.model.moe
+    if moe is None:
+        return [1]
+    now = plan.train.mesh.ep
+    return sorted({n for n in EXPERT_DEGREES if moe.num_experts % n == 0} | {now})
+
+
+def _of_experts(plan: RunPlan, train: Degrees, infer: Degrees, experts: int) -> Values:
+    """Returns the keys that change for experts: the generator deals them to all ranks of a replica."""
+    if plan.model.moe is None:
+        return {}
+    values: dict[str, int | bool] = {
+        "actor_config.parallel_config.expert_parallel": experts,
+        "actor_config.parallel_config.use_seq_parallel": train[1] > 1,
+        "generate_config.parallel_config.expert_parallel": infer[1],
+    }
+    if plan.reference is not None:
+        values["ref_config.parallel_config.expert_parallel"] = infer[1]
+        values["ref_config.parallel_config.use_seq_parallel"] = infer[1] > 1
     known = values_by_key(plan.config)
     return {key: value for key, value in values.items() if known[key] != value}
 
