@@ -36,7 +36,7 @@ from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text", "qwen3_moe", "mixtral")
+FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3")
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ import pytest
 
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.decoder_config import DecoderConfig, LayerKind, MoeConfig, decoder_config
 from mindgrpo.models.families import FAMILIES
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import num_active_parameters, num_parameters, parameter_specs
+from mindgrpo.models.rotary import rotary_table
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.plan.fit import verdict

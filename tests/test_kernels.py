@@ -17,8 +17,8 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
-from mindgrpo.models.decoder import rotary_table
 from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.rotary import rotary_table
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 

@@ -7,8 +7,6 @@ matrix products comes from the backend's kernels, what differs between families 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,10 +16,11 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.attention import Attention
-from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.latent_attention import LatentAttention
 from mindgrpo.models.log_probs import TokenLogProbs
-from mindgrpo.models.moe import MixtureOfExperts
+from mindgrpo.models.moe import MixtureOfExperts, SharedExpert
 from mindgrpo.models.parallel_cells import Same, UnsharedRows
+from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
 
 
@@ -157,9 +156,9 @@ class GatedMlp(nn.Cell):
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
-        self.gate_up = shard.entering(shard.linear(prefix + "mlp.gate_up_proj.weight"))
+        self.gate_up = shard.entering(shard.linear(prefix + "gate_up_proj.weight"))
         self.glu = shard.cell(shard.kernels.glu, shard.config.activation)
-        self.down = shard.linear(prefix + "mlp.down_proj.weight", over_ranks=True)
+        self.down = shard.linear(prefix + "down_proj.weight", over_ranks=True)
         self.leave = shard.leave_region()
 
     def construct(self, x: Any) -> Any:
@@ -171,8 +170,12 @@ def feed_forward(shard: Shard, index: int, chooses: bool) -> nn.Cell:
     """Returns the feed-forward of layer `index`, as its LayerKind asks; `chooses` as in moe.py."""
     moe = shard.config.moe_of(index)
     if moe is not None:
-        return MixtureOfExperts(shard, index, moe, chooses)
-    return GatedMlp(shard, f"model.layers.{index}.")
+        experts = MixtureOfExperts(shard, index, moe, chooses)
+        if moe.shared_inner == 0:
+            return experts
+        prefix = f"model.layers.{index}.mlp.shared_experts."
+        return SharedExpert(experts, GatedMlp(shard.within("shared"), prefix))
+    return GatedMlp(shard, f"model.layers.{index}.mlp.")
 
 
 class Layer(nn.Cell):
@@ -180,7 +183,7 @@ class Layer(nn.Cell):
 
     A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
     `context` as in attention.py. With experts, behind the context follow routes and their plan, or where it `chooses`
-    behind the pair its routes.
+    behind the pair its routes. `is_cached`: `attend` reads keys and values from the plain decoder's cache, or fills it.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class Layer(nn.Cell):
         attend: nn.Cell,
         gets_sum: bool = False,
         chooses: bool = False,
+        is_cached: bool = False,
     ) -> None:
         super().__init__()
         prefix, norms = f"model.layers.{index}.", shard.config.family.norms
@@ -204,7 +208,12 @@ class Layer(nn.Cell):
         self.attention_in = (
             norm(norms.attention_in) if self.is_entry else AddNorm(shard, key(norms.attention_in))
         )
-        self.attention = Attention(shard.within("attention"), prefix, attend)
+        of_attention = shard.within("attention")
+        self.attention = (
+            Attention(of_attention, prefix, attend)
+            if shard.config.latent is None
+            else LatentAttention(of_attention, prefix, attend, is_cached)
+        )
         self.attention_out = norm(norms.attention_out)
         self.mlp_in = AddNorm(shard, key(norms.mlp_in))
         self.mlp = feed_forward(shard.within("mlp"), index, chooses)
@@ -248,13 +257,17 @@ class SummedLayer(nn.Cell):
 
 
 class Rotary:
-    """The tables that a stage's layers need, float32 [positions, 2 D] each, and which of them each layer takes."""
+    """The tables that a stage's layers need, float32 [positions, 2 D] each, and which of them each layer takes.
 
-    def __init__(self, shard: Shard, num_positions: int) -> None:
+    `is_cached`: of heads as the plain decoder caches them.
+    """
+
+    def __init__(self, shard: Shard, num_positions: int, is_cached: bool = False) -> None:
         self.shard, config = shard, shard.config
         local = [config.layers[index].is_local for index in shard.layers]
         kinds = sorted(set(local))
-        self.tables = [rotary_table(config, num_positions, is_local) for is_local in kinds]
+        still = config.latent.rank if config.latent is not None and is_cached else None
+        self.tables = [rotary_table(config, num_positions, is_local, still) for is_local in kinds]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
     def context(self, kind: int, is_causal: bool) -> nn.Cell:
@@ -454,30 +467,3 @@ class LogProbStage(nn.Cell):
         picks, labels = inputs
         picked = self.pick(picks, self.all_tokens(x))
         return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)
-
-
-def rotary_table(config: DecoderConfig, num_positions: int, is_local: bool = False) -> np.ndarray:
-    """Returns float32 [num_positions, 2 * head_dim]: cos of each angle, then sin; both halves of a head turn alike.
-
-    `is_local`: of the model's local layers.
-    """
-    theta = config.local_rope_theta if is_local else config.rope_theta
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
-    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
-    if config.rope_scaling is not None and not is_local:
-        frequencies = _llama3(frequencies, config.rope_scaling)
-    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]
-    angles = np.concatenate([angles, angles], axis=1)
-    return np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-
-
-def _llama3(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
-    factor, low = float(scaling["factor"]), float(scaling["low_freq_factor"])
-    high = float(scaling["high_freq_factor"])
-    original = float(scaling["original_max_position_embeddings"])
-    wavelengths = 2 * math.pi / frequencies
-    slow = frequencies / factor
-    smooth = (original / wavelengths - low) / (high - low)
-    mixed = (1 - smooth) * slow + smooth * frequencies
-    scaled = np.where(wavelengths > original / low, slow, mixed)
-    return np.where(wavelengths < original / high, frequencies, scaled).astype(np.float32)

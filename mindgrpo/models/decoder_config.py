@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 1 << 24, 4096, 1 << 16
 LLAMA3_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_FACTORS = (*LLAMA3_FACTORS, "original_max_position_embeddings")
+YARN_FACTORS = (
+    *("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    "original_max_position_embeddings",
+)
+# The one way of routing in groups that is computed.
+GROUPED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
@@ -74,11 +80,30 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): dims of what a token's heads are made of.
+
+    Keys and values are products of a latent `rank` wide, queries of one `query_rank` wide, or of the hidden state where
+    that is None. A head of queries and keys has `still` dims without positions, then `turning` ones with them, which in
+    keys are one head for all; pairs that turn together are neighbours where `is_interleaved`, else halves. A head of
+    values has `value` dims.
+    """
+
+    query_rank: int | None
+    rank: int
+    still: int
+    turning: int
+    value: int
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Dimensions of a decoder; `raw` is the config.json they came from, for writing it back.
 
     Scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i; the sliding window is None in models
-    without local layers, `moe` in those without experts.
+    without local layers, `moe` in those without experts, `latent` in those whose keys and values are products of hidden
+    states.
     """
 
     model_type: str
@@ -103,6 +128,7 @@ class DecoderConfig:
     local_rope_theta: float
     sliding_window: int | None
     moe: MoeConfig | None = None
+    latent: LatentConfig | None = None
     raw: Mapping[str, Any]
 
     def moe_of(self, layer: int) -> MoeConfig | None:
@@ -115,12 +141,30 @@ class DecoderConfig:
         return self.intermediate_size if moe is None else moe.active_inner
 
     @property
+    def value_dim(self) -> int:
+        """Returns the width of a head that attention mixes."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    def attention_size(self, tp_size: int = 1) -> int:
+        """Counts the elements of a layer's attention matrices on one of `tp_size` ranks."""
+        hidden, heads = self.hidden_size, self.num_attention_heads // tp_size
+        if (latent := self.latent) is None:
+            kv_heads = max(1, self.num_key_value_heads // tp_size)
+            return 2 * hidden * self.head_dim * (heads + kv_heads)
+        queries, down = heads * self.head_dim, latent.rank + latent.turning
+        up = latent.rank * heads * (latent.still + latent.value)
+        if latent.query_rank is None:
+            down += queries
+        else:
+            down, up = down + latent.query_rank, up + latent.query_rank * queries
+        return hidden * (down + heads * latent.value) + up
+
+    @property
     def column_cost(self) -> float:
         """Returns what a token's attention to one column costs, as a share of a layer's matrix products."""
         queries = self.num_attention_heads * self.head_dim
-        projections = 2 * (queries + self.num_key_value_heads * self.head_dim)
         inner = sum(map(self.active_inner, range(len(self.layers)))) / len(self.layers)
-        return 2 * queries / (self.hidden_size * (projections + 3 * inner))
+        return 2 * queries / (self.attention_size() + 3 * self.hidden_size * inner)
 
 
 def read_config(directory: str | Path) -> DecoderConfig:
@@ -155,7 +199,8 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     for key, reason in {**NOT_COMPUTED, **family.not_computed}.items():
         if raw.get(key):
             raise UserError(f"{where}: {key} is {raw[key]!r}, but {reason}.")
-    heads, kv_heads, head_dim = _heads(raw, where)
+    latent = _latents(raw, named, where) if family.has_latents else None
+    heads, kv_heads, head_dim = _heads(raw, where, latent)
     scalar = family.query_scalar_key
     layers = _positive(raw, "num_hidden_layers", where, MAX_LAYERS)
     none = (False,) * layers
@@ -163,7 +208,7 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     moe, with_experts = (
         _experts(raw, family.experts, layers, where) if family.experts else (None, none)
     )
-    theta, scaling = _rope(raw, FULL, "rope_theta", where)
+    theta, scaling = _rope(raw, FULL, "rope_theta", where, family.has_latents)
     local_theta = theta
     if any(local):
         local_theta, _ = _rope(raw, LOCAL, "rope_local_base_freq", where)
@@ -186,11 +231,13 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         qkv_bias=bias,
         output_bias=bias and family.bias_key is not None,
         activation=_activation(raw, family.activation_key, where),
-        query_scale=(_number(raw, scalar, where) if scalar else head_dim) ** -0.5,
+        query_scale=(_number(raw, scalar, where) if scalar else head_dim) ** -0.5
+        * _yarn_scale(scaling),
         layers=tuple(map(LayerKind, local, with_experts)),
         local_rope_theta=local_theta,
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
         moe=moe if any(with_experts) else None,
+        latent=latent,
         raw=dict(fields),
     )
 
@@ -206,7 +253,9 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def _heads(raw: Mapping[str, Any], where: str) -> tuple[int, int, int]:
+def _heads(
+    raw: Mapping[str, Any], where: str, latent: LatentConfig | None
+) -> tuple[int, int, int]:
     """Returns (heads of queries, heads of keys and values, head_dim)."""
     heads = _positive(raw, "num_attention_heads", where)
     hidden = _positive(raw, "hidden_size", where)
@@ -216,6 +265,9 @@ def _heads(raw: Mapping[str, Any], where: str) -> tuple[int, int, int]:
             "head_dim is given; correct the file."
         )
     head_dim = _positive(raw, "head_dim", where) if "head_dim" in raw else hidden // heads
+    if latent is not None:
+        # What the file calls so is the width of the part with positions.
+        head_dim = latent.still + latent.turning
     kv = "num_key_value_heads"
     kv_heads = _positive(raw, kv, where) if kv in raw else heads
     if heads % kv_heads:
@@ -223,7 +275,41 @@ def _heads(raw: Mapping[str, Any], where: str) -> tuple[int, int, int]:
             f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}; "
             "correct the file."
         )
+    if latent is not None and kv_heads != heads:
+        raise UserError(
+            f"{where}: num_key_value_heads is {kv_heads}, but with latents all {heads} heads have keys of their own; "
+            "set it to num_attention_heads."
+        )
     return heads, kv_heads, head_dim
+
+
+def _latents(raw: Mapping[str, Any], named: Mapping[str, Any], where: str) -> LatentConfig:
+    if "q_lora_rank" not in named:
+        raise UserError(
+            f"{where} has no q_lora_rank, the width of what queries are made of; set it, or to null where they are made "
+            "of hidden states."
+        )
+    latent = LatentConfig(
+        query_rank=_positive(raw, "q_lora_rank", where) if "q_lora_rank" in raw else None,
+        rank=_positive(raw, "kv_lora_rank", where),
+        still=_positive(raw, "qk_nope_head_dim", where),
+        turning=_positive(raw, "qk_rope_head_dim", where),
+        value=_positive(raw, "v_head_dim", where),
+        is_interleaved=_switch(raw, "rope_interleave", where),
+    )
+    for key, size in {
+        "kv_lora_rank": latent.rank,
+        "qk_nope_head_dim": latent.still,
+        "qk_rope_head_dim": latent.turning,
+    }.items():
+        if size % 2:
+            raise UserError(f"{where}: {key} is {size}, but only even widths are computed here.")
+    if latent.value > latent.still + latent.turning:
+        raise UserError(
+            f"{where}: v_head_dim is {latent.value}, but values wider than keys (qk_nope_head_dim + qk_rope_head_dim "
+            f"{latent.still + latent.turning}) are not computed here."
+        )
+    return latent
 
 
 def _local_layers(raw: Mapping[str, Any], count: int, where: str) -> tuple[bool, ...]:
@@ -244,12 +330,13 @@ def _experts(
 ) -> tuple[MoeConfig, tuple[bool, ...]]:
     """Returns the experts, and which layers have them."""
     # transformers 5 writes the second for the first.
-    number = [key for key in ("num_experts", "num_local_experts") if key in raw] or ["num_experts"]
+    names = (family.number_key, "num_local_experts")
+    number = [key for key in names if key in raw] or [family.number_key]
     counts = {_positive(raw, key, where, MAX_EXPERTS) for key in number}
     if len(counts) > 1:
         raise UserError(
-            f"{where}: num_experts {raw['num_experts']} and num_local_experts {raw['num_local_experts']} are two names "
-            "of one number; correct the file."
+            f"{where}: {' and '.join(f'{name} {raw[name]}' for name in names)} are two names of one number; correct "
+            "the file."
         )
     (num_experts,) = counts
     per_token = _positive(raw, "num_experts_per_tok", where)
@@ -270,6 +357,8 @@ def _experts(
         scores=family.scores,
         renormalise=key is None or _switch(raw, key, where),
     )
+    if family.has_groups:
+        return _in_groups(raw, moe, where), _behind_dense(raw, layers, where)
     if not family.has_dense_layers:
         return moe, (True,) * layers
     step, dense = _positive(raw, "decoder_sparse_step", where), raw.get("mlp_only_layers")
@@ -278,6 +367,37 @@ def _experts(
             f"{where}: mlp_only_layers is {dense!r}, but must list numbers of layers; correct the file."
         )
     return moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+
+
+def _in_groups(raw: Mapping[str, Any], moe: MoeConfig, where: str) -> MoeConfig:
+    """Returns experts as DeepSeek-V3 chooses and shares them."""
+    for key, computed in GROUPED_ROUTING.items():
+        if raw[key] != computed:
+            raise UserError(f"{where}: {key} is {raw[key]!r}, but only {computed!r} is computed here.")
+    groups, taken = (_positive(raw, key, where) for key in ("n_group", "topk_group"))
+    size = moe.num_experts // groups
+    if moe.num_experts % groups or size < 2 or taken > groups or taken * size < moe.per_token:
+        raise UserError(
+            f"{where}: {moe.per_token} experts cannot be chosen of {moe.num_experts} in topk_group {taken} of n_group "
+            f"{groups} groups of equal size, 2 or more; correct the file."
+        )
+    return replace(
+        moe,
+        shared_inner=moe.inner * _positive(raw, "n_shared_experts", where),
+        groups=groups,
+        groups_taken=taken,
+        scaling=_number(raw, "routed_scaling_factor", where),
+        has_bias=True,
+    )
+
+
+def _behind_dense(raw: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:
+    first = raw.get("first_k_dense_replace")
+    if type(first) is not int or first < 0:
+        raise UserError(
+            f"{where}: first_k_dense_replace is {first!r}, but must be a whole number from 0 on."
+        )
+    return tuple(index >= first for index in range(layers))
 
 
 def _activation(raw: Mapping[str, Any], key: str, where: str) -> Activation:
@@ -313,7 +433,7 @@ def _switch(raw: Mapping[str, Any], key: str, where: str) -> bool:
 
 
 def _rope(
-    raw: Mapping[str, Any], layers: str, key: str, where: str
+    raw: Mapping[str, Any], layers: str, key: str, where: str, takes_yarn: bool = False
 ) -> tuple[float, Mapping[str, Any] | None]:
     """Returns base and scaling of the rotary positions of layers of type `layers`.
 
@@ -327,13 +447,25 @@ def _rope(
         raise UserError(f"{where}: rope_parameters is {rope!r}, but must be an object.")
     base = rope if "rope_theta" in rope else {"rope_theta": raw.get(key)}
     scaling = rope or (raw.get("rope_scaling") if layers == FULL else None)
-    scaling = _rope_scaling(scaling, where)
+    scaling = _rope_scaling(scaling, where, takes_yarn)
     if scaling is not None and layers == LOCAL:
         raise UserError(f"{where}: rope_parameters scales {LOCAL}, which is not computed here.")
     return _number(base, "rope_theta", where), scaling
 
 
-def _rope_scaling(scaling: Any, where: str) -> Mapping[str, Any] | None:
+def _yarn_scale(scaling: Mapping[str, Any] | None) -> float:
+    """Returns what YaRN multiplies attention's scores by in models with latents (arXiv:2309.00071, section 3.4)."""
+    if scaling is None or "mscale_all_dim" not in scaling:
+        return 1.0
+    return yarn_magnitude(scaling, "mscale_all_dim") ** 2
+
+
+def yarn_magnitude(scaling: Mapping[str, Any], key: str) -> float:
+    """Returns 0.1 m ln(factor) + 1, where `key` names m."""
+    return 0.1 * float(scaling[key]) * math.log(max(1.0, float(scaling["factor"]))) + 1.0
+
+
+def _rope_scaling(scaling: Any, where: str, takes_yarn: bool) -> Mapping[str, Any] | None:
     if not scaling:
         return None
     if not isinstance(scaling, Mapping):
@@ -341,10 +473,16 @@ def _rope_scaling(scaling: Any, where: str) -> Mapping[str, Any] | None:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None
-    if kind != "llama3":
+    computed = "yarn" if takes_yarn else "llama3"
+    if kind != computed:
         raise UserError(
-            f"{where}: rope_scaling type '{kind}' is not computed here; only 'llama3' and none are."
+            f"{where}: rope_scaling type '{kind}' is not computed here; only '{computed}' and none are."
         )
-    for factor in ROPE_FACTORS:
+    changed = [key for key in ("attention_factor", "truncate") if scaling.get(key) is not None]
+    if takes_yarn and changed:
+        raise UserError(
+            f"{where}: rope_scaling has {changed[0]}, which is not computed here; use a model without it."
+        )
+    for factor in YARN_FACTORS if takes_yarn else ROPE_FACTORS:
         _number({factor: scaling.get(factor)}, factor, f"{where}: rope_scaling")
     return dict(scaling)

@@ -35,13 +35,17 @@ class ExpertFamily:
 
     `inner_key`: an expert's width. `renormalise_key`: the switch of scores that are divided by their sum; they always
     are without one. `has_dense_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts, without
-    them all have. No key may be left out.
+    them all have. `has_groups`: as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), experts are chosen of the best of
+    n_group groups, with a bias, and scores are multiplied by routed_scaling_factor; n_shared_experts more are passed by
+    all tokens, and the first first_k_dense_replace layers have none. No key may be left out.
     """
 
     inner_key: str
+    number_key: str = "num_experts"
     scores: ExpertScores = "softmax"
     renormalise_key: str | None = None
     has_dense_layers: bool = False
+    has_groups: bool = False
 
 
 OF_MOST = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
@@ -57,6 +61,7 @@ class Family:
     plus its weight. `activation_key` names the MLP's activation in config.json. `scaled_embeddings` are multiplied
     by sqrt(hidden_size). Scores are divided by the square root of `query_scalar_key` in config.json, of head_dim
     without one. `has_local_layers`: some layers see a sliding window only and have a rotary base of their own.
+    `has_latents`: keys and values are made of a token's latent (decoder_config.LatentConfig).
     `experts` is None in dense families. `not_computed`: as NOT_COMPUTED, keys that mean something else elsewhere.
     `defaults` is what config.json may leave out, and what transformers' configuration class of the family takes for it.
     """
@@ -70,6 +75,7 @@ class Family:
     scaled_embeddings: bool = False
     query_scalar_key: str | None = None
     has_local_layers: bool = False
+    has_latents: bool = False
     experts: ExpertFamily | None = None
     not_computed: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=lambda: OF_MOST)
@@ -106,6 +112,28 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1e6,
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
+        },
+    ),
+    # arXiv:2412.19437; layers that predict further tokens (num_nextn_predict_layers) are neither read nor written.
+    "deepseek_v3": Family(
+        bias_key=None,
+        has_latents=True,
+        experts=ExpertFamily(
+            inner_key="moe_intermediate_size",
+            number_key="n_routed_experts",
+            scores="sigmoid",
+            renormalise_key="norm_topk_prob",
+            has_groups=True,
+        ),
+        not_computed={"attention_bias": "biases of attention with latents are not computed here"},
+        defaults=OF_MOST
+        | {
+            "max_position_embeddings": 4096,
+            "rope_interleave": True,
+            # What the published files say, and what is computed here.
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
         },
     ),
     # arXiv:2501.00656

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import mindspore as ms
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 
 from mindgrpo.models.decoder_config import MoeConfig
 from mindgrpo.models.parallel_cells import Exchange, GatherTokens, ScatterTokens
 from mindgrpo.models.shard import Shard, routing
+from mindgrpo.weights.expert_files import BIAS
 
 
 class MixtureOfExperts(nn.Cell):
@@ -30,7 +31,8 @@ class MixtureOfExperts(nn.Cell):
         self.gate = shard[prefix + "gate.weight"]
         # The router's logits are float32 in any precision: one that is rounded chooses other experts.
         self.exact_gate = shard.vector()
-        self.chooses = chooses
+        self.chooses, self.has_bias = chooses, moe.has_bias
+        self.bias = shard[prefix + BIAS] if moe.has_bias else Tensor([0.0], ms.float32)
         if chooses:
             self.choose = shard.cell(kernels.choose_experts, how)
         self.router, self.sum = shard.cell(kernels.router, how), shard.cell(kernels.weighted_sum)
@@ -45,7 +47,8 @@ class MixtureOfExperts(nn.Cell):
     def construct(self, x: Any, plan: Any) -> Any:
         gate = self.exact_gate(self.gate)
         if self.chooses:
-            routes = self.choose(x, gate)
+            bias = self.bias.astype(ms.float32)
+            routes = self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
             y, order, home = self.experts(x, routes)
         else:
             routes, order, counts, home, by_expert, as_arrived = plan
@@ -141,3 +144,15 @@ class ChosenExperts(nn.Cell):
         local = routes - self.first
         is_own = ops.logical_and(local >= 0, local < self.count).astype(ms.int32)
         return (local + 1) * is_own - 1
+
+
+class SharedExpert(nn.Cell):
+    """As MixtureOfExperts: the sum of what a token's experts make of it and what one makes that all tokens pass."""
+
+    def __init__(self, experts: MixtureOfExperts, shared: nn.Cell) -> None:
+        super().__init__()
+        self.experts, self.shared = experts, shared
+
+    def construct(self, x: Any, plan: Any) -> Any:
+        y, routes = self.experts(x, plan)
+        return y + self.shared(x), routes

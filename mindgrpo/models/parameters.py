@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from mindgrpo.models.decoder_config import DecoderConfig, MoeConfig
+from mindgrpo.models.decoder_config import DecoderConfig, LatentConfig, MoeConfig
 from mindgrpo.parallel.mesh import DENSE_DATA, EXPERT_DATA
 from mindgrpo.parallel.sharding import ParameterSpec, Split
+from mindgrpo.weights.expert_files import ADDENDS, BIAS
 
 # Of gradients of which each rank of a model group sees a part.
 PARTIAL = DENSE_DATA | {"mp"}
@@ -39,7 +40,11 @@ def parameter_specs(
 
 
 def num_parameters(config: DecoderConfig) -> int:
-    return sum(prod(spec.shape) for spec in parameter_specs(config))
+    return sum(map(_size, parameter_specs(config)))
+
+
+def _size(spec: ParameterSpec) -> int:
+    return prod(spec.shape) // (ADDENDS if spec.name.endswith(BIAS) else 1)
 
 
 def num_active_parameters(config: DecoderConfig) -> int:
@@ -49,7 +54,7 @@ def num_active_parameters(config: DecoderConfig) -> int:
     total = 0
     for spec in parameter_specs(config):
         is_expert = len(spec.shape) > 2
-        total += prod(spec.shape[1:]) * config.moe.per_token if is_expert else prod(spec.shape)
+        total += prod(spec.shape[1:]) * config.moe.per_token if is_expert else _size(spec)
     return total
 
 
@@ -74,6 +79,8 @@ def _layer_specs(config: DecoderConfig, layer: int, between: frozenset[str]) -> 
 def _attention_specs(
     config: DecoderConfig, layer: int, between: frozenset[str]
 ) -> list[ParameterSpec]:
+    if config.latent is not None:
+        return _latent_specs(config, config.latent, layer)
     prefix, unit = f"model.layers.{layer}.self_attn.", config.head_dim
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     sizes = {name: count * unit for name, count in heads.items()}
@@ -107,13 +114,51 @@ def _attention_specs(
     return specs
 
 
+def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> list[ParameterSpec]:
+    """What is made of hidden states is one product; ranks have latents whole, and use them for their own heads."""
+    prefix, heads = f"model.layers.{layer}.self_attn.", config.num_attention_heads
+    key = f"{prefix}qkv_a_proj.weight"
+
+    def norm(name: str, extent: int) -> ParameterSpec:
+        return _whole(f"{prefix}{name}_layernorm.weight", extent, layer, summed_over=PARTIAL)
+
+    def matrix(
+        name: str, shape: tuple[int, int], unit: int = 0, dim: int = 0, fused_key: str = ""
+    ) -> ParameterSpec:
+        """With a `unit`, split by heads that are so wide."""
+        split: dict[str, Any] = {"splits": (Split("mp", dim, unit),)} if unit else {}
+        options = {"position": layer, "decay": True, "transposed": True, "fused_key": fused_key}
+        options |= split or {"summed_over": PARTIAL}
+        return ParameterSpec(f"{prefix}{name}.weight", shape, **options)
+
+    hidden, queries, values = config.hidden_size, config.head_dim, latent.still + latent.value
+    if latent.query_rank is None:
+        of_queries = [matrix("q_proj", (heads * queries, hidden), queries, fused_key=key)]
+    else:
+        of_queries = [
+            matrix("q_a_proj", (latent.query_rank, hidden), fused_key=key),
+            norm("q_a", latent.query_rank),
+            matrix("q_b_proj", (heads * queries, latent.query_rank), queries),
+        ]
+    return [
+        *of_queries,
+        matrix("kv_a_proj_with_mqa", (latent.rank + latent.turning, hidden), fused_key=key),
+        norm("kv_a", latent.rank),
+        matrix("kv_b_proj", (heads * values, latent.rank), values),
+        matrix("o_proj", (hidden, heads * latent.value), latent.value, dim=1),
+    ]
+
+
 def _feed_forward_specs(
     config: DecoderConfig, layer: int, between: frozenset[str]
 ) -> list[ParameterSpec]:
     if (moe := config.moe_of(layer)) is not None:
         return _expert_specs(moe, config.hidden_size, layer, between)
-    hidden, inner = config.hidden_size, config.intermediate_size
     prefix = f"model.layers.{layer}.mlp."
+    return _dense_specs(prefix, config.hidden_size, config.intermediate_size, layer)
+
+
+def _dense_specs(prefix: str, hidden: int, inner: int, layer: int) -> list[ParameterSpec]:
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
     fused = {"splits": (Split("mp", 0),), "fused_key": f"{prefix}gate_up_proj.weight", **more}
     return [
@@ -138,9 +183,18 @@ def _expert_specs(
         return ParameterSpec(f"{prefix}experts.{name}_proj.weight", shape, splits, **options)
 
     fused_key = f"{prefix}experts.gate_up_proj.weight"
+    choice, shared = [], []
+    if moe.has_bias:
+        # It has no gradient, and the optimizer leaves it as it is.
+        shape = ADDENDS, moe.num_experts
+        choice = [ParameterSpec(f"{prefix}{BIAS}", shape, position=layer, decay=False)]
+    if moe.shared_inner:
+        shared = _dense_specs(f"{prefix}shared_experts.", hidden, moe.shared_inner, layer)
     return [
         ParameterSpec(f"{prefix}gate.weight", router, summed_over=between, **more),
+        *choice,
         experts("gate", inward, 1, fused_key),
         experts("up", inward, 1, fused_key),
         experts("down", outward, 2),
+        *shared,
     ]

@@ -48,7 +48,7 @@ def local_leaves(tp_size: int, *widths: int) -> int:
 
 def product_leaves(config: DecoderConfig, tp_size: int) -> int:
     """Returns the leaves of a rank's products whose sums go over ranks: attention's and a dense feed-forward's last."""
-    mixed = config.num_attention_heads * config.head_dim
+    mixed = config.num_attention_heads * config.value_dim
     return local_leaves(tp_size, mixed, dense_inner(config))
 
 
@@ -74,8 +74,16 @@ def local_inner(config: DecoderConfig, tp_size: int) -> int:
 
 def routing(moe: MoeConfig) -> Routing:
     """Returns the choice and the scores of experts as kernels take them."""
-    is_sigmoid = moe.scores == "sigmoid"
-    return Routing(moe.num_experts, moe.per_token, is_sigmoid, moe.renormalise, moe.scaling)
+    return Routing(
+        moe.num_experts,
+        moe.per_token,
+        moe.scores == "sigmoid",
+        moe.renormalise,
+        moe.scaling,
+        moe.groups,
+        moe.groups_taken,
+        moe.has_bias,
+    )
 
 
 def local_experts(config: DecoderConfig, ep_size: int, index: int) -> LocalExperts | None:
@@ -97,6 +105,14 @@ def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
         config.rms_norm_eps if config.family.qk_norm == "head" else None,
         config.query_scale,
     )
+
+
+def cached_heads(config: DecoderConfig, tp_size: int) -> Heads:
+    """Returns heads as the plain decoder caches them: of latents, one of keys that are the latent and its rope key."""
+    heads = local_heads(config, tp_size)
+    if (latent := config.latent) is None:
+        return heads
+    return replace(heads, kv=1, dim=latent.rank + latent.turning)
 
 
 @dataclass(frozen=True)
@@ -328,6 +344,12 @@ class Shard:
         """Returns heads as attention gets them: of a model that is not trained, the product adds the bias."""
         heads = self.heads()
         return heads if self.is_trained else replace(heads, has_bias=False)
+
+    def cached_heads(self) -> Heads:
+        """Returns heads as the plain decoder caches them, and its attention gets them, as attended_heads are."""
+        if self.config.latent is None:
+            return self.attended_heads()
+        return cached_heads(self.config, self.weights.layout.mesh.mp)
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))

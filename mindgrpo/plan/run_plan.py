@@ -29,6 +29,7 @@ from mindgrpo.models.precision import (
     plain_kernels,
 )
 from mindgrpo.models.shard import (
+    cached_heads,
     local_experts,
     local_heads,
     local_inner,
@@ -270,7 +271,8 @@ class RunPlan:
         if not self.keeps_slots:
             # As rollout/embedded/plain.py has it.
             plain: Dtype = "float32" if self.config.context.target == SHARED_MEMORY else dtype
-            return KVCacheSizes.plain(self.cache_config, shape.layers, shape.heads).num_bytes(plain)
+            heads = cached_heads(self.model, self.infer.mesh.mp)
+            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(plain)
         penalty = self.config.generate_config.sampling_config.repetition_penalty
         return KVCacheSizes.of(self.cache_config, shape, penalty != 1.0).num_bytes(dtype)
 
@@ -380,6 +382,11 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
             "but a prompt's group runs together; raise it or leave it out."
         )
     plan = RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
+    if plan.lora is not None and model.latent is not None:
+        raise UserError(
+            f"actor_config.lora.rank is {plan.lora.rank}, but adapters of attention with latents ({model.model_type}) "
+            "are not computed here; leave actor_config.lora out."
+        )
     if plan.lora is not None:
         adapter_specs(train.specs, plan.lora)
     return plan

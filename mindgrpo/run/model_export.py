@@ -224,6 +224,10 @@ def write_companions(source: Path, target: Path, dtype: str) -> None:
     config = dict(read_config(source).raw)
     config.pop("dtype", None)
     config["torch_dtype"] = dtype
+    # Layers that predict further tokens are not read, and so not written.
+    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if key in config:
+            config[key] = 0
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COMPANIONS:
         if (source / name).is_file():

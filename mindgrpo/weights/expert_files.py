@@ -1,7 +1,8 @@
 """Translates between a layer's experts as parameters and as files have them: a tensor per expert and matrix, or fused.
 
 A parameter [experts, out, in] is read from slices of tensors, so that a rank reads its own experts only, and is written
-as the files of the model that a run began with have it.
+as the files of the model that a run began with have it. The bias that routers choose with is float32 in files, and a
+parameter of addends, which are exact in 16 bits as well.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from mindgrpo.backend.dtypes import numpy_dtype
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.weights.model_files import ModelTensor, TensorSlice, whole_box
+from mindgrpo.weights.model_files import (
+    STORED_AS,
+    ModelFiles,
+    ModelTensor,
+    TensorSlice,
+    whole_box,
+)
 
 # As most models' files have experts, as Mixtral's have them, and as transformers 5 keeps them in memory.
 ExpertNames = Literal["per_expert", "mixtral", "fused"]
@@ -28,6 +36,8 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Mixtral's name of the module with router and experts.
 MIXTRAL_MODULE = "block_sparse_moe"
 FUSED_INWARD = "gate_up_proj"
+# The bias of a router behind the name of its module, and how many bfloat16 numbers have the bits of a float32 one.
+BIAS, ADDENDS = "gate.e_score_correction_bias", 3
 _OF_ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _OF_ONE_IN_MIXTRAL = re.compile(rf"(.*)\.{MIXTRAL_MODULE}\.experts\.(\d+)\.(w[123])\.weight")
 _MIXTRAL_ROUTER = re.compile(rf"(.*)\.{MIXTRAL_MODULE}\.gate\.weight")
@@ -71,6 +81,9 @@ def stacked(slices: Slices, directory: Path) -> dict[str, Sequence[TensorSlice]]
 
 
 def _renamed(name: str, own: Sequence[TensorSlice]) -> dict[str, Sequence[TensorSlice]]:
+    if name.endswith(f".{BIAS}"):
+        ((_, tensor),) = own
+        return {name: [_addend_of(tensor, index) for index in range(ADDENDS)]}
     if match := _MIXTRAL_ROUTER.fullmatch(name):
         return {f"{match[1]}.mlp.gate.weight": own}
     match = _FUSED.fullmatch(name)
@@ -85,6 +98,21 @@ def _renamed(name: str, own: Sequence[TensorSlice]) -> dict[str, Sequence[Tensor
         f"{match[1]}.{projection}.weight": [(box, _rows_of(tensor, slice(start, start + half)))]
         for projection, start in (("gate_proj", 0), ("up_proj", both - half))
     }
+
+
+def _addend_of(tensor: ModelTensor, index: int) -> TensorSlice:
+    """Returns row `index` of the parameter [ADDENDS, experts] whose rows sum up to `tensor` [experts]."""
+
+    def values() -> NDArray[Any]:
+        rest = ModelFiles(tensor.file, {BIAS: tensor}).read(BIAS)
+        for _ in range(index):
+            rest -= rest.astype(numpy_dtype("bfloat16")).astype(np.float32)
+        return rest.astype(numpy_dtype("bfloat16")).astype(np.float32)
+
+    box = Box((index, 0), (index + 1, *tensor.shape))
+    # What cannot be read keeps its dtype, by which it is refused.
+    dtype = "F32" if tensor.dtype in STORED_AS else tensor.dtype
+    return box, tensor._replace(dtype=dtype, values=values)
 
 
 def _rows_of(tensor: ModelTensor, rows: slice) -> ModelTensor:
@@ -117,7 +145,10 @@ def _check_complete(name: str, by_index: Mapping[int, TensorSlice], directory: P
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file: boxes of parameters, of equal first dims, concatenated along the dim before the last."""
+    """A tensor of a file: boxes of parameters, of equal first dims, concatenated along the dim before the last.
+
+    A router's bias is the sum of its boxes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -162,6 +193,9 @@ class FileRows:
     def made_of(self, values: Callable[[str, Box], NDArray[Any]]) -> NDArray[Any]:
         """Returns them, of the `values` of boxes; a view of these where there is one box."""
         made = [values(name, box) for name, box in self.boxes]
+        if self.tensor.name.endswith(f".{BIAS}"):
+            total: NDArray[Any] = np.concatenate(made).astype(np.float32).sum(0)
+            return total
         whole = made[0] if len(made) == 1 else np.concatenate(made, axis=-2)
         return whole.reshape(self.shape) if whole.ndim == len(self.shape) else whole[0]
 
@@ -174,6 +208,10 @@ def file_tensors(shapes: Mapping[str, Sequence[int]], names: ExpertNames) -> lis
     tensors: list[FileTensor] = []
     layers = set()
     for name, shape in shapes.items():
+        if name.endswith(f".{BIAS}"):
+            addends = tuple((name, Box((i, 0), (i + 1, shape[1]))) for i in range(shape[0]))
+            tensors.append(FileTensor(name, tuple(shape[1:]), addends))
+            continue
         match = _PARAMETER.fullmatch(name) if len(shape) > 2 else None
         if match is None:
             own = name

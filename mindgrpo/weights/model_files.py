@@ -39,6 +39,8 @@ MAX_DIMS = 8
 TILE_ROWS, TILE_COLUMNS = 64, 256
 _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
+# What is float32 in files of any dtype: transformers keeps it so, and rounding it would choose other experts.
+KEPT_EXACT = ".e_score_correction_bias"
 _AGAIN = "download or copy it again."
 
 
@@ -259,6 +261,11 @@ def _read_header(file: Path) -> dict[str, ModelTensor]:
     return tensors
 
 
+def stored_dtype(name: str, dtype: Dtype) -> Dtype:
+    """Returns the dtype of a tensor in files of `dtype`."""
+    return "float32" if name.endswith(KEPT_EXACT) else dtype
+
+
 def header_of(
     shapes: Mapping[str, Sequence[int]], dtype: Dtype = "float32", metadata: str = "pt"
 ) -> tuple[bytes, list[int]]:
@@ -266,9 +273,10 @@ def header_of(
     header: dict[str, Any] = {"__metadata__": {"format": metadata}}
     offsets = [0]
     for name, shape in shapes.items():
-        stop = offsets[-1] + tensor_bytes(shape, dtype)
+        own = stored_dtype(name, dtype)
+        stop = offsets[-1] + tensor_bytes(shape, own)
         ends = {"shape": list(shape), "data_offsets": [offsets[-1], stop]}
-        header[name] = {"dtype": _DTYPE_CODES[dtype], **ends}
+        header[name] = {"dtype": _DTYPE_CODES[own], **ends}
         offsets.append(stop)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
@@ -286,7 +294,7 @@ def plan_shards(
     shards: list[list[str]] = []
     filled = max_shard_bytes
     for name, shape in shapes.items():
-        size = tensor_bytes(shape, dtype)
+        size = tensor_bytes(shape, stored_dtype(name, dtype))
         if not shards or filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
@@ -368,7 +376,7 @@ class SafetensorsWriter:
             at_once = max(1, BLOCK_BYTES // max(1, values[:1].size * 4))
             for start in range(0, len(values), at_once):
                 part = values[start : start + at_once]
-                stream.write(_as_stored(part, self._dtype, name).data)
+                stream.write(_as_stored(part, stored_dtype(name, self._dtype), name).data)
             if array.ndim and rows < shape[0]:
                 self._rows_written[name] = rows
                 return
@@ -394,7 +402,10 @@ class SafetensorsWriter:
         for shard, file in enumerate(files):
             os.replace(self._partial(shard), file)
         if len(files) > 1:
-            total = sum(tensor_bytes(shape, self._dtype) for shape in self._shapes.values())
+            total = sum(
+                tensor_bytes(shape, stored_dtype(name, self._dtype))
+                for name, shape in self._shapes.items()
+            )
             index = {"metadata": {"total_size": total}, "weight_map": self.weight_map}
             written = self.directory / f".{INDEX_FILE}.part"
             written.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -25,6 +25,9 @@ from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
+# By a tensor that they alone have: layers behind the model's that predict further tokens, which are not read.
+OF_FURTHER_TOKENS = "eh_proj.weight"
+FP8_SCALE = ".weight_scale_inv"
 
 
 def open_weights(directory: str | Path) -> ModelFiles:
@@ -51,7 +54,21 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     """Opens the directory's files and compares every name, shape and dtype with the model's. Raises UserError."""
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
-    present = {name for name in files.names if not name.endswith(COMPUTED_SUFFIXES)}
+    if any(name.endswith(FP8_SCALE) for name in files.names):
+        raise UserError(
+            f"The weights in '{directory}' are fp8 with scales (tensors named *{FP8_SCALE}), which are not read; convert "
+            "them to bfloat16 first, as DeepSeek-V3's inference/fp8_cast_bf16.py does."
+        )
+    unread = tuple(
+        name.removesuffix(OF_FURTHER_TOKENS)
+        for name in files.names
+        if name.endswith(f".{OF_FURTHER_TOKENS}")
+    )
+    present = {
+        name
+        for name in files.names
+        if not name.endswith(COMPUTED_SUFFIXES) and not name.startswith(unread)
+    }
     if "lm_head.weight" not in wanted:
         present.discard("lm_head.weight")
     missing = [name for name in wanted if name not in present]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     LlamaConfig,
     MixtralConfig,
@@ -49,6 +50,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SIZES, rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True),
     "llama": LlamaConfig(
@@ -71,6 +81,30 @@ CONFIGS: dict[str, PretrainedConfig] = {
         rms_norm_eps=1e-5,
         num_local_experts=4,
         num_experts_per_tok=2,
+    ),
+    # A dense layer before one whose experts are chosen of two of four groups; no two widths are equal, and wavelengths lie
+    # on both sides of the scaling's borders.
+    "deepseek_v3": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4},
+        rms_norm_eps=1e-5,
+        q_lora_rank=20,
+        kv_lora_rank=14,
+        qk_nope_head_dim=10,
+        qk_rope_head_dim=8,
+        v_head_dim=6,
+        rope_theta=100.0,
+        rope_scaling=YARN,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=8,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+        first_k_dense_replace=1,
+        pad_token_id=None,
+        num_nextn_predict_layers=0,
     ),
     # Without a padding id: transformers keeps the gradient of that token's embedding at zero.
     "olmo2": Olmo2Config(
@@ -124,6 +158,9 @@ def random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
                 parameter.copy_(0.15 * torch.randn_like(parameter))
             else:
                 parameter.copy_(0.25 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn_like(buffer))
     return model.eval()
 
 
@@ -146,8 +183,14 @@ def save(model: PreTrainedModel, family: str) -> PreTrainedModel:
 def scores(model: PreTrainedModel, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Logits, log-probs of the next tokens, and the gradient of these log-probs' sum."""
     ids = rng.integers(0, SIZES["vocab_size"], (ROWS, LENGTH))
-    routers = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
+    has_groups = hasattr(model.config, "n_group")
+    has_experts = hasattr(model.config, "num_experts_per_tok") and not has_groups
+    routers = {"output_router_logits": True} if has_experts else {}
+    grouped = [module for module in model.modules() if hasattr(module, "num_group")]
+    hooks = [module.register_forward_hook(check_groups) for module in grouped]
     out = model(torch.from_numpy(ids), **routers)
+    for hook in hooks:
+        hook.remove()
     logits = out.logits
     if (largest := float(logits.detach().abs().max())) > LARGEST_LOGIT:
         raise Unfit(f"a logit is {largest:g}")
@@ -185,6 +228,23 @@ def check_choices(router_logits: Sequence[torch.Tensor], per_token: int) -> None
             raise Unfit(f"two experts are within {margin:g}")
         if len(chosen[:, :-1].unique()) < logits.shape[-1]:
             raise Unfit("an expert is never chosen")
+
+
+def check_groups(router: Any, _: Any, made: Any) -> None:
+    """Raises Unfit as check_choices, for groups and for experts of those that are taken."""
+    scores = made[0].detach().sigmoid() + router.e_score_correction_bias
+    by_group = scores.unflatten(1, (router.num_group, -1))
+    best, taken = by_group.topk(2).values.sum(-1).topk(router.topk_group + 1)
+    mask = torch.zeros(len(scores), router.num_group).scatter(1, taken[:, :-1], 1.0)[..., None]
+    own = torch.where(mask > 0, by_group, -9.0).flatten(1)
+    experts, chosen = own.topk(router.top_k + 1)
+    if not torch.equal(chosen[:, :-1].sort().values, made[2].sort().values):
+        raise Unfit("the choice is another")
+    margin = min(float((own[:, -2] - own[:, -1]).min()) for own in (best, experts))
+    if margin < SMALLEST_MARGIN:
+        raise Unfit(f"two experts or groups are within {margin:g}")
+    if len(chosen[:, :-1].unique()) < router.num_experts:
+        raise Unfit("an expert is never chosen")
 
 
 class Unfit(Exception):

@@ -120,8 +120,11 @@ class Kernels:
         return mindspore_experts.PlainRouter(routing)
 
     def choose_experts(self, routing: Routing) -> nn.Cell:
-        """Makes a cell: (x [N, H], weight [H, E]) -> routes int32 [N, K]: the experts of the largest scores, falling;
-        of equal ones the first. There is no gradient."""
+        """Makes a cell: (x [N, H], weight [H, E], bias float32 [E]) -> routes int32 [N, K]: the experts of the largest
+        scores, falling, as `routing` says; of equal ones, and of equal groups, the first. There is no gradient.
+
+        `bias` is any tensor [1] where it has none.
+        """
         return mindspore_experts.PlainChooseExperts(routing)
 
     def sort_slots(self, routing: Routing) -> nn.Cell:

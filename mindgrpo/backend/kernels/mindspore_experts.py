@@ -13,10 +13,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.mindspore_ops import Glu
-from mindgrpo.backend.kernels.shapes import Activation, Routing
+from mindgrpo.backend.kernels.shapes import NEVER, Activation, Routing
 
-# No score is as small.
-TAKEN = -1.0
 
 
 class _Probabilities(nn.Cell):
@@ -53,20 +51,45 @@ class PlainChooseExperts(nn.Cell):
     def __init__(self, routing: Routing) -> None:
         super().__init__()
         self.probabilities = _Probabilities(routing)
-        self.count, self.none = routing.per_token, float(routing.num_experts)
+        self.count, self.has_bias = routing.per_token, routing.has_bias
+        self.groups, self.taken = routing.groups, routing.groups_taken
         self.ids = Tensor(np.arange(routing.num_experts, dtype=np.float32)[None])
         self.choose = ops.Select()
 
-    def construct(self, x: Any, weight: Any) -> Any:
-        left = self.probabilities(x, weight)
-        ids = left * 0.0 + self.ids
+    def construct(self, x: Any, weight: Any, bias: Any) -> Any:
+        scores = self.probabilities(x, weight)
+        if self.has_bias:
+            scores = scores + bias
+        if self.taken < self.groups:
+            scores = self.of_best_groups(scores)
         routes = []
         for _ in range(self.count):
-            is_largest = ops.equal(left, left.max(1, keepdims=True))
-            first = self.choose(is_largest, ids, ids * 0.0 + self.none).min(1, keepdims=True)
-            left = self.choose(ops.equal(ids, first), left * 0.0 + TAKEN, left)
+            first, _, scores = self.largest(scores)
             routes.append(first)
         return ops.concat(routes, 1).astype(ms.int32)
+
+    def largest(self, scores: Any) -> Any:
+        """Returns the first of each row's largest [N, 1], its value, and the scores without it."""
+        ids = scores * 0.0 + self.ids[:, : scores.shape[1]]
+        value = scores.max(1, keepdims=True)
+        behind = ids * 0.0 + float(scores.shape[1])
+        first = self.choose(ops.equal(scores, value), ids, behind).min(1, keepdims=True)
+        return first, value, self.choose(ops.equal(ids, first), ids * 0.0 + 2.0 * NEVER, scores)
+
+    def of_best_groups(self, scores: Any) -> Any:
+        """Returns `scores`, NEVER in groups that are not taken."""
+        by_group = scores.reshape(-1, scores.shape[1] // self.groups)
+        _, best, others = self.largest(by_group)
+        _, second, _ = self.largest(others)
+        left = (best + second).reshape(-1, self.groups)
+        ids = left * 0.0 + self.ids[:, : self.groups]
+        is_taken = left * 0.0
+        for _ in range(self.taken):
+            first, _, left = self.largest(left)
+            is_taken = is_taken + ops.equal(ids, first).astype(ms.float32)
+        own = ops.expand_dims(is_taken, 2) + 0.0 * scores.reshape(-1, self.groups, by_group.shape[1])
+        own = own.reshape(scores.shape)
+        return self.choose(own > 0.5, scores, own * 0.0 + NEVER)
 
 
 class PlainSortSlots(nn.Cell):

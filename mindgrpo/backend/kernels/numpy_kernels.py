@@ -106,8 +106,16 @@ class NumpyKernels(Kernels):
         return scores
 
     def choose_experts(self, routing: Routing) -> Any:
-        def choose(x: Array, weight: Array) -> Array:
+        def choose(x: Array, weight: Array, bias: Array) -> Array:
             scores = _probabilities(x @ weight, routing)
+            if routing.has_bias:
+                scores = scores + bias
+            by_group = scores.reshape(len(x), routing.groups, -1)
+            sums = np.sort(by_group, 2)[:, :, -2:].sum(2)
+            taken = np.argsort(-sums, 1, kind="stable")[:, : routing.groups_taken]
+            is_taken = np.zeros(sums.shape, bool)
+            np.put_along_axis(is_taken, taken, True, 1)
+            scores = np.where(is_taken[:, :, None], by_group, NEVER).reshape(scores.shape)
             return np.argsort(-scores, 1, kind="stable")[:, : routing.per_token].astype(np.int32)
 
         return choose

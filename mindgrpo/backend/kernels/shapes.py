@@ -39,7 +39,8 @@ class Routing:
     """How a router chooses `per_token` of `num_experts` for a token and scores them.
 
     By the softmax of its logits, or their sigmoids; with `renormalise` divided by the sum of the chosen ones', times
-    `scaling`.
+    `scaling`. For the choice alone a bias is added (`has_bias`), and of experts in `groups` of equal size those of the
+    `groups_taken` groups are left whose two best make the largest sums (arXiv:2412.19437, section 2.1.2).
     """
 
     num_experts: int
@@ -47,6 +48,14 @@ class Routing:
     is_sigmoid: bool = False
     renormalise: bool = True
     scaling: float = 1.0
+    groups: int = 1
+    groups_taken: int = 1
+    has_bias: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the largest scores are chosen."""
+        return not self.has_bias and self.groups == self.groups_taken
 
 
 @dataclass(frozen=True)

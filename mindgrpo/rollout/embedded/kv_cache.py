@@ -214,6 +214,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
         f"the activation {config.activation}": config.activation != "silu",
         "scaled embeddings": family.scaled_embeddings,
         "a scale of its own on queries": config.query_scale != config.head_dim**-0.5,
+        "latent attention": config.latent is not None,
         "local layers": any(layer.is_local for layer in config.layers),
         "experts in groups, shared or with a bias": moe is not None
         and (moe.groups > 1 or moe.shared_inner > 0 or moe.has_bias),

@@ -55,19 +55,19 @@ class Decode(nn.Cell):
     ) -> None:
         """`read` positions of each slot are read; `takes_all` as in sampling.Candidates."""
         super().__init__()
-        heads = shard.attended_heads()
+        heads = shard.cached_heads()
         attends = [shard.kernels.cached_attention(heads, *cache) for cache in caches]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
         self.head = Head(shard)
         first, vocabulary, group = shard.first_token, shard.local_vocab, shard.group
         self.candidates = Candidates(sampling, vocabulary, first, group, shard.kernels, takes_all)
-        rotary = Rotary(shard, read)
+        rotary = Rotary(shard, read, is_cached=True)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table) for table in rotary.tables)
         self.angles = shard.kernels.cached_angles(heads)
         self.order = Tensor([list(range(read))], ms.int32)
-        self.kv, self.read = shard.kv_heads, read
+        self.kv, self.read = heads.kv, read
         self.penalises, self.is_tied = seen is not None, shard.config.tie_word_embeddings
         self.seen = seen
         self.ids = Tensor([list(range(first, first + vocabulary))], ms.int32)
@@ -107,11 +107,11 @@ class Prefill(nn.Cell):
     ) -> None:
         super().__init__()
         attends = [
-            shard.kernels.prefill_attention(shard.attended_heads(), *cache) for cache in caches
+            shard.kernels.prefill_attention(shard.cached_heads(), *cache) for cache in caches
         ]
         self.embed = Embedding(shard)
         self.layers = _layers(shard, attends)
-        rotary = Rotary(shard, length)
+        rotary = Rotary(shard, length, is_cached=True)
         self.rotary_of = rotary.of_layer
         self.tables = tuple(Tensor(table[:, None, :]) for table in rotary.tables)
         causal = np.tril(np.ones((1, 1, length, length), np.float32))
@@ -144,7 +144,8 @@ class MarkSeen(nn.Cell):
 def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:
     shard = shard.sharing_cells()
     pairs = zip(shard.layers, attends, strict=True)
-    return nn.CellList([Layer(shard, index, attend, chooses=True) for index, attend in pairs])
+    layers = [Layer(shard, index, attend, chooses=True, is_cached=True) for index, attend in pairs]
+    return nn.CellList(layers)
 
 
 class PlainDecoder:
@@ -157,11 +158,12 @@ class PlainDecoder:
         self._progress = partial(backend.health.progress, "samples")
         self._length = cache_config.longest
         self._prompts_at_once = cache_config.prompts_at_once
-        rows = cache_config.pages * cache_config.page_size * shard.kv_heads
-        shape = (rows, shard.config.head_dim)
+        self._kv_heads = (heads := shard.cached_heads()).kv
+        rows = cache_config.pages * cache_config.page_size * heads.kv
+        shape = (rows, heads.dim)
         size = shape[0] * shape[1]
         count = 2 * len(shard.layers)
-        sizes = KVCacheSizes.plain(cache_config, len(shard.layers), shard.heads())
+        sizes = KVCacheSizes.plain(cache_config, len(shard.layers), heads)
         # Processors have no operations that attend in bfloat16.
         dtype: Dtype = "float32" if backend.shares_memory else backend.compute_dtype
         pool = backend.pool(sizes.cache, dtype=dtype)
@@ -195,7 +197,7 @@ class PlainDecoder:
         slots = self._cache_config.slots
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        self._pages = PageTable(self._cache_config, self._shard.kv_heads)
+        self._pages = PageTable(self._cache_config, self._kv_heads)
         waiting = deque(self._groups(batch))
         steps = prompt_tokens = 0
         while waiting or (self._sample != IDLE).any():
@@ -240,7 +242,7 @@ class PlainDecoder:
         longest = self._cache_config.max_prompt
         tokens = np.zeros((self._prompts_at_once, longest), np.int32)
         # What a short part leaves over writes a row to the spare page again and again: no other shape to compile.
-        count = self._cache_config.prompt_copies * self._shard.kv_heads
+        count = self._cache_config.prompt_copies * self._kv_heads
         source, rows = np.zeros(count, np.int32), np.full(count, SPARE, np.int32)
         end = 0
         for index, (prompt, slots) in enumerate(part):

@@ -53,6 +53,8 @@ class Router(nn.Cell):
 
 
 class ChooseExperts(nn.Cell):
+    """Of the largest scores, without a bias or groups."""
+
     def __init__(self, routing: Routing) -> None:
         super().__init__()
         per_token = routing.per_token
@@ -66,7 +68,7 @@ class ChooseExperts(nn.Cell):
         self.run = operation("choose_experts", shape, _int32, bprop)
         self.numbers = _numbers(routing)
 
-    def construct(self, x: Any, weight: Any) -> Any:
+    def construct(self, x: Any, weight: Any, bias: Any) -> Any:
         return self.run(x, weight, self.numbers)
 
 

@@ -1,0 +1,113 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1) around the kernels of any attention.
+
+Letters as in decoder.py, and: Q heads of queries on the rank, C the latent's width, S and T the dims of a head without
+and with positions. Kernels turn both halves of a head alike, so a head is laid out [S / 2, T / 2, S / 2, T / 2], and the
+rotary table leaves the first part of each half as it is. Values are as wide as keys for them, the rest of it zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+
+from mindgrpo.models.shard import Shard
+
+# Of the norms of latents, whatever rms_norm_eps is: transformers' DeepseekV3RMSNorm.
+LATENT_EPS = 1e-6
+
+
+class LatentAttention(nn.Cell):
+    """(normed x_NH, context) -> what attention adds to the residual, as models/attention.Attention.
+
+    The first product makes the latents of queries, keys and values and the keys' part with positions. Every rank of the
+    group has it whole, and as each uses it for its own heads, its gradients are sums over them. Where latents
+    `are_cached`, queries are multiplied by what would make keys of latents, and what attention mixes are latents, of
+    which one head is for all queries (section 2.1.2's absorption); else keys and values of each head are made.
+    """
+
+    def __init__(
+        self, shard: Shard, prefix: str, attend: nn.Cell, are_cached: bool = False
+    ) -> None:
+        super().__init__()
+        name, latent = prefix + "self_attn.", shard.config.latent
+        assert latent is not None
+        self.heads, self.dim, self.value = shard.query_heads, shard.config.head_dim, latent.value
+        self.still, self.turning, self.rank = latent.still, latent.turning, latent.rank
+        self.is_interleaved, self.are_cached = latent.is_interleaved, are_cached
+        self.down = shard.entering(shard.linear(name + "qkv_a_proj.weight"))
+        self.has_query_latent = latent.query_rank is not None
+        self.queries = latent.query_rank or self.heads * self.dim
+        self.vector = shard.vector()
+        self.norm = shard.cell(shard.kernels.rms_norm, LATENT_EPS)
+        self.kv_norm = shard[name + "kv_a_layernorm.weight"]
+        if self.has_query_latent:
+            self.q_norm = shard[name + "q_a_layernorm.weight"]
+            self.q_up = shard.linear(name + "q_b_proj.weight")
+        if are_cached:
+            self.kv_matrix = shard[name + "kv_b_proj.weight"]
+        else:
+            self.kv_up = shard.linear(name + "kv_b_proj.weight")
+        self.multiply, self.multiply_back = ops.BatchMatMul(), ops.BatchMatMul(transpose_b=True)
+        self.attend = attend
+        self.nothing = Tensor([0.0], ms.float32)
+        self.out = shard.linear(name + "o_proj.weight", over_ranks=True)
+        self.leave = shard.leave_region()
+
+    def construct(self, x: Any, context: Any) -> Any:
+        made = self.down(x)
+        queries, behind = made[:, : self.queries], self.queries + self.rank
+        if self.has_query_latent:
+            queries = self.q_up(self.norm(queries, self.vector(self.q_norm)))
+        latents = self.norm(made[:, self.queries : behind], self.vector(self.kv_norm))
+        queries = queries.reshape(-1, self.heads, self.dim)
+        turning = ops.expand_dims(made[:, behind:], 1)
+        if self.are_cached:
+            mixed = self.of_latents(queries, latents, turning, context)
+        else:
+            mixed = self.of_heads(queries, latents, turning, context)
+        return self.leave(self.out(mixed), made)
+
+    def of_heads(self, queries: Any, latents: Any, turning: Any, context: Any) -> Any:
+        """Makes keys and values of each head -> mixed [N, Q V]."""
+        still = self.still
+        both = self.kv_up(latents).reshape(-1, self.heads, still + self.value)
+        keys = self.laid_out(both[:, :, :still], ops.tile(turning, (1, self.heads, 1)))
+        values = both[:, :, still:]
+        if self.dim > self.value:
+            values = ops.concat((values, ops.zeros_like(keys[:, :, self.value :])), 2)
+        queries = self.laid_out(queries[:, :, :still], queries[:, :, still:])
+        mixed = self.attended(ops.concat((queries, keys, values), 1), context)
+        return mixed.reshape(-1, self.heads, self.dim)[:, :, : self.value].reshape(
+            -1, self.heads * self.value
+        )
+
+    def of_latents(self, queries: Any, latents: Any, turning: Any, context: Any) -> Any:
+        """Mixes latents, of which values are made then -> mixed [N, Q V]."""
+        still = self.still
+        # [C, Q, S + V] -> [Q, C, ..]
+        matrix = self.kv_matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
+        by_head = queries[:, :, :still].transpose(1, 0, 2)
+        seeking = self.multiply_back(by_head, matrix[:, :, :still].astype(by_head.dtype))
+        seeking = self.laid_out(seeking.transpose(1, 0, 2), queries[:, :, still:])
+        keys = self.laid_out(ops.expand_dims(latents, 1), turning)
+        mixed = self.attended(ops.concat((seeking, keys, keys), 1), context)
+        halves = mixed.reshape(-1, self.heads, 2, (self.rank + self.turning) // 2)
+        mixed = halves[:, :, :, : self.rank // 2].reshape(-1, self.heads, self.rank)
+        values = self.multiply(mixed.transpose(1, 0, 2), matrix[:, :, still:].astype(mixed.dtype))
+        return values.transpose(1, 0, 2).reshape(-1, self.heads * self.value)
+
+    def laid_out(self, still: Any, turning: Any) -> Any:
+        """[N, heads, S or C] and [N, heads, T] -> heads as kernels turn them."""
+        count, heads = still.shape[0], still.shape[1]
+        if self.is_interleaved:
+            pairs = turning.reshape(count, heads, -1, 2).transpose(0, 1, 3, 2)
+        else:
+            pairs = turning.reshape(count, heads, 2, -1)
+        halves = ops.concat((still.reshape(count, heads, 2, -1), pairs), 3)
+        return halves.reshape(count, heads, -1)
+
+    def attended(self, heads: Any, context: Any) -> Any:
+        rows = heads.reshape(heads.shape[0], -1)
+        return self.attend(rows, self.nothing, self.nothing, self.nothing, *context)

@@ -1,0 +1,67 @@
+"""Rotary positions (RoPE, arXiv:2104.09864) of a model as a table of cosines and sines, with the scalings it may have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.models.decoder_config import DecoderConfig, yarn_magnitude
+
+
+def rotary_table(
+    config: DecoderConfig, num_positions: int, is_local: bool = False, still: int | None = None
+) -> np.ndarray:
+    """Returns float32 [num_positions, 2 D]: cos of each angle, then sin; both halves of a head turn alike.
+
+    `is_local`: of the model's local layers. Of models with latents, heads have `still` dims (None: as in the
+    configuration), half of them at the start of each half, which do not turn, and the `turning` dims behind these.
+    """
+    latent, scaling = config.latent, None if is_local else config.rope_scaling
+    theta = config.local_rope_theta if is_local else config.rope_theta
+    width = config.head_dim if latent is None else latent.turning
+    exponents = np.arange(0, width, 2, dtype=np.float32) / width
+    frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+    magnitude = np.ones(len(frequencies), np.float32)
+    if scaling is not None and "mscale" in scaling:
+        frequencies = _yarn(frequencies, theta, scaling)
+        magnitude *= yarn_magnitude(scaling, "mscale") / yarn_magnitude(scaling, "mscale_all_dim")
+    elif scaling is not None:
+        frequencies = _llama3(frequencies, scaling)
+    if latent is not None:
+        before = (latent.still if still is None else still) // 2
+        frequencies = np.pad(frequencies, (before, 0))
+        magnitude = np.pad(magnitude, (before, 0), constant_values=1.0)
+    angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]
+    angles = np.concatenate([angles, angles], axis=1)
+    both = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    return (both * np.tile(magnitude, 4)).astype(np.float32)
+
+
+def _yarn(frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
+    """Slows down what turns seldom within the positions known at first (arXiv:2309.00071, section 3.2)."""
+    original, width = float(scaling["original_max_position_embeddings"]), 2 * len(frequencies)
+
+    def dim_of(turns: float) -> float:
+        return width * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dim_of(float(scaling["beta_fast"]))), 0)
+    high = min(math.ceil(dim_of(float(scaling["beta_slow"]))), width - 1)
+    order = np.arange(len(frequencies), dtype=np.float32)
+    ramp = np.clip((order - low) / (max(high - low, 0) or 0.001), 0, 1)
+    slow = frequencies / np.float32(scaling["factor"])
+    return (slow * ramp + frequencies * (1 - ramp)).astype(np.float32)
+
+
+def _llama3(frequencies: np.ndarray, scaling: Mapping[str, Any]) -> np.ndarray:
+    factor, low = float(scaling["factor"]), float(scaling["low_freq_factor"])
+    high = float(scaling["high_freq_factor"])
+    original = float(scaling["original_max_position_embeddings"])
+    wavelengths = 2 * math.pi / frequencies
+    slow = frequencies / factor
+    smooth = (original / wavelengths - low) / (high - low)
+    mixed = (1 - smooth) * slow + smooth * frequencies
+    scaled = np.where(wavelengths > original / low, slow, mixed)
+    return np.where(wavelengths < original / high, frequencies, scaled).astype(np.float32)
