@@ -36,7 +36,16 @@ from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
 FOLDER = Path(__file__).resolve().parent / "golden"
-FAMILIES = ("qwen2", "llama", "qwen3", "olmo2", "gemma3_text", "qwen3_moe", "mixtral", "deepseek_v3")
+FAMILIES = (
+    "qwen2",
+    "llama",
+    "qwen3",
+    "olmo2",
+    "gemma3_text",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,9 @@ class Golden:
 
     @property
     def gradients(self) -> dict[str, np.ndarray]:
-        return {s.name: self.values[f"gradient/{s.name}"] for s in self.layout.specs}
+        """By the parameters that have one: all but the bias that experts are chosen with."""
+        prefix = "gradient/"
+        return {key.removeprefix(prefix): v for key, v in self.values.items() if prefix in key}
 
     @property
     def rollout(self) -> Rollout:

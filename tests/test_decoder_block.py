@@ -57,6 +57,17 @@ class Variant:
         return decoder_config(RAW | self.raw, "here")
 
 
+OF_GROUPS: dict[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": False,
+    "first_k_dense_replace": 0,
+}
 PLAINEST = Variant(in_loop=True)
 # By the fields of Family, and of BlockNorms, that they turn on.
 VARIANTS: dict[tuple[str, ...], Variant] = {
@@ -79,6 +90,34 @@ VARIANTS: dict[tuple[str, ...], Variant] = {
             "layer_types": ["full_attention", "sliding_attention"],
             "sliding_window": ROW,
             "rope_local_base_freq": 3.0,
+        },
+    ),
+    ("has_latents",): Variant(
+        {"has_latents": True},
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 14,
+            "rope_interleave": False,
+        },
+    ),
+    ("experts", "has_latents"): Variant(
+        {
+            "has_latents": True,
+            "experts": FAMILIES["deepseek_v3"].experts,
+            "defaults": FAMILIES["deepseek_v3"].defaults,
+        },
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 6,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            **OF_GROUPS,
         },
     ),
     ("experts",): Variant(
@@ -184,7 +223,7 @@ def test_the_decode_loop_says_what_it_lacks_in_one_sentence(
     ("family", "in_loop"),
     [
         *((family, True) for family in ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral")),
-        *((family, False) for family in ("olmo2", "gemma3_text")),
+        *((family, False) for family in ("olmo2", "gemma3_text", "deepseek_v3")),
     ],
 )
 def test_which_families_the_decode_loop_computes(family: str, in_loop: bool) -> None:
@@ -196,5 +235,7 @@ def test_which_families_the_decode_loop_computes(family: str, in_loop: bool) -> 
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
+    if family == "deepseek_v3":
+        of_experts = VARIANTS["experts", "has_latents"].raw
     config = decoder_config(RAW | of_experts | {"model_type": family}, "here")
     assert bool(missing_options(config)) != in_loop

@@ -15,7 +15,13 @@ import pytest
 
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.models.decoder_config import DecoderConfig, LayerKind, MoeConfig, decoder_config
+from mindgrpo.models.decoder_config import (
+    DecoderConfig,
+    LatentConfig,
+    LayerKind,
+    MoeConfig,
+    decoder_config,
+)
 from mindgrpo.models.families import FAMILIES
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import num_active_parameters, num_parameters, parameter_specs
@@ -119,7 +125,52 @@ MIXTRAL_8X7B = {
     "tie_word_embeddings": False,
     "vocab_size": 32000,
 }
-# What no family leaves out of its experts.
+# As published, with its weights in fp8.
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8"},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+# What no family leaves out of its experts and latents.
 EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "num_experts": 8,
@@ -130,12 +181,32 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [3],
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 2,
+    },
 }
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 
 
+def fields_of(family: str) -> dict[str, Any]:
+    others = {"num_key_value_heads": 4, "q_lora_rank": None} if family == "deepseek_v3" else {}
+    return {**SIZES, **others, **EXPERTS.get(family, {})}
+
+
 def read(family: str, **raw: Any) -> DecoderConfig:
-    return decoder_config({"model_type": family, **SIZES, **EXPERTS.get(family, {}), **raw}, "here")
+    return decoder_config({"model_type": family, **fields_of(family), **raw}, "here")
 
 
 @pytest.mark.parametrize(
@@ -145,8 +216,9 @@ def read(family: str, **raw: Any) -> DecoderConfig:
         (OLMO2_1B, 1_484_916_736),
         (QWEN3_30B_A3B, 30_532_122_624),
         (MIXTRAL_8X7B, 46_702_792_704),
+        (DEEPSEEK_V3, 671_026_419_200),
     ],
-    ids=["gemma", "olmo", "qwen3_moe", "mixtral"],
+    ids=["gemma", "olmo", "qwen3_moe", "mixtral", "deepseek_v3"],
 )
 def test_published_models_have_their_published_number_of_parameters(
     raw: dict[str, Any], count: int
@@ -158,6 +230,9 @@ def test_a_token_passes_as_many_parameters_as_are_published() -> None:
     # 30.5B in total, 3.3B activated; 12.9B of Mixtral's 47B (arXiv:2401.04088).
     models = [decoder_config(raw, "here") for raw in (QWEN3_30B_A3B, MIXTRAL_8X7B)]
     assert [*map(num_active_parameters, models)] == [3_353_032_704, 12_879_925_248]
+    # 37B (arXiv:2412.19437) without the table of embeddings, of which a token takes a row.
+    deepseek = decoder_config(DEEPSEEK_V3, "here")
+    assert num_active_parameters(deepseek) - 129280 * 7168 == pytest.approx(36.6e9, rel=0.01)
     assert num_active_parameters(read("qwen3")) == num_parameters(read("qwen3"))
 
 
@@ -176,7 +251,7 @@ def test_what_config_json_leaves_out_is_the_familys_default() -> None:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoConfig.for_model(family, **SIZES, **EXPERTS.get(family, {}))
+    theirs = transformers.AutoConfig.for_model(family, **fields_of(family))
     rope = getattr(theirs, "rope_parameters", None) or {"rope_theta": theirs.rope_theta}
     own = read(family)
     assert own.max_position_embeddings == theirs.max_position_embeddings
@@ -184,7 +259,42 @@ def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family: s
     assert own.rope_theta == rope.get("full_attention", rope)["rope_theta"]
     assert own.tie_word_embeddings == theirs.tie_word_embeddings
     heads = theirs.hidden_size // theirs.num_attention_heads
-    assert own.head_dim == (getattr(theirs, "head_dim", None) or heads)
+    their_dim = getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None)
+    assert own.head_dim == (their_dim or heads)
+
+
+def test_experts_in_groups_and_latents_are_read_as_deepseek_names_them() -> None:
+    config = read("deepseek_v3")
+    assert [index for index, layer in enumerate(config.layers) if layer.has_experts] == [
+        *range(2, 7)
+    ]
+    assert config.moe == MoeConfig(
+        num_experts=8,
+        per_token=3,
+        inner=12,
+        shared_inner=24,
+        scores="sigmoid",
+        renormalise=True,
+        groups=4,
+        groups_taken=2,
+        scaling=2.5,
+        has_bias=True,
+    )
+    assert config.latent == LatentConfig(
+        query_rank=None, rank=10, still=6, turning=4, value=8, is_interleaved=True
+    )
+    assert (config.head_dim, config.query_scale) == (10, 10**-0.5)
+    # ln 40 / 10 + 1, squared: what YaRN makes of scores.
+    published = decoder_config(DEEPSEEK_V3, "here")
+    assert published.query_scale == pytest.approx(192**-0.5 * 1.3688879**2)
+    assert published.latent is not None and published.latent.query_rank == 1536
+
+
+def test_whether_queries_are_made_of_latents_is_not_guessed() -> None:
+    raw = {"model_type": "deepseek_v3", **fields_of("deepseek_v3")}
+    del raw["q_lora_rank"]
+    with pytest.raises(UserError, match="has no q_lora_rank"):
+        decoder_config(raw, "here")
 
 
 def test_layers_have_experts_as_their_family_names_them() -> None:
@@ -278,6 +388,15 @@ def test_local_layers_turn_by_their_own_base_and_without_the_scaling_of_the_othe
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, "an expert that all tokens share"),
         ("mixtral", {"router_jitter_noise": 0.01}, "noise on what routers get"),
         ("mixtral", {"sliding_window": 4096}, "set it to null if the sequences stay below"),
+        ("deepseek_v3", {"attention_bias": True}, "biases of attention with latents"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "all 4 heads have keys of their own"),
+        ("deepseek_v3", {"qk_rope_head_dim": 5}, "qk_rope_head_dim is 5, but only even"),
+        ("deepseek_v3", {"v_head_dim": 12}, "values wider than keys"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', but only 'noaux_tc'"),
+        ("deepseek_v3", {"topk_group": 1}, "3 experts cannot be chosen of 8 in topk_group 1"),
+        ("deepseek_v3", {"n_group": 3}, "n_group 3 groups of equal size"),
+        ("deepseek_v3", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "beta_fast is None"),
+        ("deepseek_v3", {"rope_scaling": {"type": "llama3"}}, "only 'yarn' and none are"),
         ("olmo3", {}, "nearest: olmo2"),
     ],
 )

@@ -86,6 +86,9 @@ def golden(subject: tuple[MatmulPrecision, str]) -> Golden:
 def check_training(golden: Golden, backend: Backend, rows: Sequence[PackedRow]) -> None:
     policy, logps = train(golden, backend, rows)
     assert np.abs(np.stack(logps) - golden.values["logps"]).max() < BOUNDS.logps
+    unchanged = set(golden.layout.by_name) - set(golden.gradients)
+    assert all(name.endswith("e_score_correction_bias") for name in unchanged)
+    assert not any(policy.gradients.arrays.hf_views[name].any() for name in unchanged)
     for name, expected in golden.gradients.items():
         gap = np.abs(policy.gradients.arrays.hf_views[name] - expected).max()
         assert gap < BOUNDS.gradients * np.abs(expected).max(), name

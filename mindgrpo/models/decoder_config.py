@@ -253,9 +253,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def _heads(
-    raw: Mapping[str, Any], where: str, latent: LatentConfig | None
-) -> tuple[int, int, int]:
+def _heads(raw: Mapping[str, Any], where: str, latent: LatentConfig | None) -> tuple[int, int, int]:
     """Returns (heads of queries, heads of keys and values, head_dim)."""
     heads = _positive(raw, "num_attention_heads", where)
     hidden = _positive(raw, "hidden_size", where)
@@ -286,8 +284,8 @@ def _heads(
 def _latents(raw: Mapping[str, Any], named: Mapping[str, Any], where: str) -> LatentConfig:
     if "q_lora_rank" not in named:
         raise UserError(
-            f"{where} has no q_lora_rank, the width of what queries are made of; set it, or to null where they are made "
-            "of hidden states."
+            f"{where} has no q_lora_rank, the width of what queries are made of; set it, or set it to null where they "
+            "are made of hidden states."
         )
     latent = LatentConfig(
         query_rank=_positive(raw, "q_lora_rank", where) if "q_lora_rank" in raw else None,
@@ -373,7 +371,9 @@ def _in_groups(raw: Mapping[str, Any], moe: MoeConfig, where: str) -> MoeConfig:
     """Returns experts as DeepSeek-V3 chooses and shares them."""
     for key, computed in GROUPED_ROUTING.items():
         if raw[key] != computed:
-            raise UserError(f"{where}: {key} is {raw[key]!r}, but only {computed!r} is computed here.")
+            raise UserError(
+                f"{where}: {key} is {raw[key]!r}, but only {computed!r} is computed here."
+            )
     groups, taken = (_positive(raw, key, where) for key in ("n_group", "topk_group"))
     size = moe.num_experts // groups
     if moe.num_experts % groups or size < 2 or taken > groups or taken * size < moe.per_token:

@@ -1,8 +1,9 @@
 """Multi-head latent attention (arXiv:2405.04434, section 2.1) around the kernels of any attention.
 
 Letters as in decoder.py, and: Q heads of queries on the rank, C the latent's width, S and T the dims of a head without
-and with positions. Kernels turn both halves of a head alike, so a head is laid out [S / 2, T / 2, S / 2, T / 2], and the
-rotary table leaves the first part of each half as it is. Values are as wide as keys for them, the rest of it zeros.
+and with positions, V those of a head of values. Kernels turn both halves of a head alike, so a head is laid out
+[S / 2, T / 2, S / 2, T / 2], and the rotary table leaves the first part of each half as it is. Values are as wide as
+keys for them, the rest of it zeros.
 """
 
 from __future__ import annotations

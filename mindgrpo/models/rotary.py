@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE, arXiv:2104.09864) of a model as a table of cosines and sines, with the scalings it may have."""
+"""Rotary positions (RoPE, arXiv:2104.09864) of a model as a table of cosines and sines, and their scalings."""
 
 from __future__ import annotations
 

@@ -17,11 +17,13 @@ from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import LocalExperts
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.expert_plan import CAPACITIES
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.models.shard import (
     LOGITS_BYTES,
+    cached_heads,
     local_experts,
     local_heads,
     local_inner,
@@ -49,8 +51,9 @@ SAMPLING_ROWS = 6
 class Block:
     """A rank's share of a decoder layer. `has_out_norms`: attention and MLP have norms of their own at their end.
 
-    Layers have a feed-forward that is `inner` wide, or `experts`; of a model with both, all are counted as those that
-    need more.
+    Layers have a feed-forward that is `inner` wide, or `experts` with one `shared` wide that all tokens pass; of a
+    model with both, all are counted as those that need more. `beside_heads`: elements that attention keeps of a token
+    beside its heads, of latents and what is made of them.
     """
 
     hidden: int
@@ -60,6 +63,8 @@ class Block:
     has_out_norms: bool = False
     experts: LocalExperts | None = None
     expert_columns: int = 1
+    shared: int = 0
+    beside_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,7 @@ def _sum(graphs: Graphs) -> int:
 def _attention(graphs: Graphs) -> int:
     """Returns the bytes per token between the norm and the product with o_proj."""
     heads, size = graphs.block.heads, graphs.itemsize
-    base = (heads.width + heads.queries * heads.dim) * size
+    base = (heads.width + heads.queries * heads.dim + graphs.block.beside_heads) * size
     if graphs.kind == "native":
         return base + heads.queries * size
     before_norms = (heads.queries + heads.kv) * heads.dim * size if heads.norm_eps else 0
@@ -265,7 +270,8 @@ def _of_experts(graphs: Graphs, experts: LocalExperts, a_width: int) -> int:
     copies = 1 if ep * columns == 1 else 2
     a_row = copies * graphs.block.hidden * graphs.itemsize + experts.inner // columns * a_width
     bytes_here = arrived * columns * a_row + arrived * graphs.block.hidden * graphs.itemsize
-    return -(-(bytes_here + FLOAT * (number + 2 * rows)) // graphs.token_shares)
+    of_slots = -(-(bytes_here + FLOAT * (number + 2 * rows)) // graphs.token_shares)
+    return of_slots + graphs.block.shared * a_width
 
 
 def _inside_mlp(graphs: Graphs, widths: int, again: int = 0) -> int:
@@ -351,6 +357,8 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),
         experts=local_experts(model, layout.mesh.ep, 0),
         expert_columns=layout.mesh.emp,
+        shared=-(-model.moe.shared_inner // tp_size) if model.moe else 0,
+        beside_heads=_beside_heads(model, tp_size),
     )
     # The processors' kernels have float32 activations whatever weights are.
     on_host = plan.config.context.target == SHARED_MEMORY
@@ -373,6 +381,15 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         gathers_again=plan.lora is None,
         context_ranks=shape.context_ranks,
     )
+
+
+def _beside_heads(model: DecoderConfig, tp_size: int) -> int:
+    """Counts the latents of a token and their norms, and its queries, keys and values before they are laid out."""
+    if (latent := model.latent) is None:
+        return 0
+    heads = model.num_attention_heads // tp_size
+    made = heads * (model.head_dim + latent.still + 2 * latent.value)
+    return made + 2 * ((latent.query_rank or 0) + latent.rank) + latent.turning
 
 
 def _merged_bytes(plan: RunPlan, block: Block) -> int:
@@ -438,7 +455,7 @@ def _rollout_bytes(plan: RunPlan) -> int:
     """Computes the bytes of the plain decoder's graphs: prompts, or one token a slot. The loop in C has only pools."""
     if plan.config.generate_config.uses_vllm or plan.keeps_slots:
         return 0
-    cache, heads = plan.cache_config, local_heads(plan.model, plan.infer.mesh.mp)
+    cache, heads = plan.cache_config, cached_heads(plan.model, plan.infer.mesh.mp)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)
     graphs = graphs_of(plan, plan.infer, prompts)
     length, attention = cache.longest, 0

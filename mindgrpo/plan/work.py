@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.models.expert_plan import CAPACITIES
-from mindgrpo.models.shard import local_heads, local_inner, local_vocabulary
+from mindgrpo.models.shard import cached_heads, local_heads, local_inner, local_vocabulary
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.run_plan import RunPlan
 
@@ -200,11 +200,16 @@ class LayerWork:
         self.moe, self.hidden = model.moe, model.hidden_size
         # Of all layers, those with experts.
         self.expert_share = sum(kind.has_experts for kind in model.layers) / len(model.layers)
-        self.dense_size = (1 - self.expert_share) * 3 * self.hidden * inner
+        # As wide as an average layer's dense feed-forward, or the expert that all tokens pass.
+        shared = -(-model.moe.shared_inner // self.group) if model.moe else 0
+        inner = (1 - self.expert_share) * inner + self.expert_share * shared
+        self.dense_size = 3 * self.hidden * inner
         mixed = heads.queries * heads.dim
         self.vocabulary = local_vocabulary(model, self.group)
         self.kv_width, self.mixed = 2 * heads.kv * heads.dim, mixed
-        self.attention_size = self.hidden * (heads.width + mixed)
+        self.attention_size = model.attention_size(self.group)
+        cached = cached_heads(model, self.group)
+        self.cached_width = 2 * cached.kv * cached.dim
         self.token_shares, self.ep, self.emp = layout.token_shares, layout.mesh.ep, layout.mesh.emp
         self.size = self.attention_size + self.dense_size + self._expert_products()
         self.counts, self.itemsize = counts, itemsize
@@ -246,15 +251,13 @@ class LayerWork:
         of_experts = 3 * self.moe.inner * self.moe.per_token + self.moe.num_experts
         return self.expert_share * self.hidden * of_experts / self.token_shares
 
-    def _between_products(self, inner: int) -> float:
+    def _between_products(self, inner: float) -> float:
         """Counts elements that the activation reads and writes, and the copies of a token, one for each expert."""
         if self.moe is None:
             return 5 * inner
         copies = 4 + 4 * self._is_spread
         of_experts = self.moe.per_token * (5 * self.moe.inner + copies * self.hidden)
-        return (1 - self.expert_share) * 5 * inner + (
-            self.expert_share * of_experts / self.token_shares
-        )
+        return 5 * inner + self.expert_share * of_experts / self.token_shares
 
     @property
     def _is_spread(self) -> bool:
@@ -354,7 +357,7 @@ class LayerWork:
         """Counts a token of each slot, whose own keys and values are `cached` positions and `read` by the graph."""
         counts = self.counts
         work = replace(self.forward(Passes(slots, slots, slots * cached), layers, True), memory=0.0)
-        keys = slots * read * self.kv_width * self.itemsize * layers
+        keys = slots * read * self.cached_width * self.itemsize * layers
         # The few rows of a token stay in the caches between kernels.
         drawn = Work(memory=keys, slow=counts.slow_a_logit * slots * self.vocabulary)
         return work + drawn + Work(kernels=counts.decode.of(layers))

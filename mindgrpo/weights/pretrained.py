@@ -56,8 +56,8 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     wanted = {spec.name: spec.shape for spec in specs}
     if any(name.endswith(FP8_SCALE) for name in files.names):
         raise UserError(
-            f"The weights in '{directory}' are fp8 with scales (tensors named *{FP8_SCALE}), which are not read; convert "
-            "them to bfloat16 first, as DeepSeek-V3's inference/fp8_cast_bf16.py does."
+            f"The weights in '{directory}' are fp8 with scales (tensors named *{FP8_SCALE}), which are not read; "
+            "convert them to bfloat16 first, as DeepSeek-V3's inference/fp8_cast_bf16.py does."
         )
     unread = tuple(
         name.removesuffix(OF_FURTHER_TOKENS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
-    # A dense layer before one whose experts are chosen of two of four groups; no two widths are equal, and wavelengths lie
-    # on both sides of the scaling's borders.
+    # A dense layer before one whose experts are chosen of two of four groups; no two widths are equal, and wavelengths
+    # lie on both sides of the scaling's borders.
     "deepseek_v3": DeepseekV3Config(
         **SIZES | {"num_key_value_heads": 4},
         rms_norm_eps=1e-5,
@@ -139,6 +140,8 @@ GENERATIONS: dict[str, dict[str, Any]] = {
 SMALLEST_MARGIN = 1e-3
 # MindSpore's softmax on CPU is not exact enough beyond.
 LARGEST_LOGIT = 6.0
+# By how much logits may differ from those of the same weights in float64.
+LARGEST_ROUNDING = 6e-6
 LAST_SEED = 30
 
 
@@ -196,6 +199,12 @@ def scores(model: PreTrainedModel, rng: np.random.Generator) -> dict[str, np.nda
         raise Unfit(f"a logit is {largest:g}")
     if routers:
         check_choices(out.router_logits, model.config.num_experts_per_tok)
+    double = deepcopy(model).double()
+    double.config._experts_implementation = "eager"
+    with torch.no_grad():
+        exact = double(torch.from_numpy(ids)).logits
+    if (rounding := float((exact - logits).abs().max())) > LARGEST_ROUNDING:
+        raise Unfit(f"logits are good to {rounding:g} only")
     labels = torch.from_numpy(ids[:, 1:, None])
     logps = torch.log_softmax(logits[:, :-1], -1).gather(2, labels)[:, :, 0]
     logps.sum().backward()

@@ -16,7 +16,6 @@ from mindgrpo.backend.kernels.mindspore_ops import Glu
 from mindgrpo.backend.kernels.shapes import NEVER, Activation, Routing
 
 
-
 class _Probabilities(nn.Cell):
     """(x [N, H], weight [H, E]) -> every expert's score float32 [N, E], before any is chosen."""
 
@@ -87,7 +86,9 @@ class PlainChooseExperts(nn.Cell):
         for _ in range(self.taken):
             first, _, left = self.largest(left)
             is_taken = is_taken + ops.equal(ids, first).astype(ms.float32)
-        own = ops.expand_dims(is_taken, 2) + 0.0 * scores.reshape(-1, self.groups, by_group.shape[1])
+        own = ops.expand_dims(is_taken, 2) + 0.0 * scores.reshape(
+            -1, self.groups, by_group.shape[1]
+        )
         own = own.reshape(scores.shape)
         return self.choose(own > 0.5, scores, own * 0.0 + NEVER)
 

@@ -374,7 +374,10 @@ def _experts(sizes: Sizes) -> list[Case]:
     # No two scores of a token are alike.
     levels = np.zeros((tokens, hidden), np.float32)
     levels[:, :8] = np.argsort(rng.random((tokens, 8)), 1)
-    choice = [levels, np.eye(hidden, 8, dtype=np.float32)]
+    choice = [levels, np.eye(hidden, 8, dtype=np.float32), np.zeros(1, np.float32)]
+    grouped = Routing(8, 2, is_sigmoid=True, groups=4, groups_taken=2, has_bias=True)
+    # Scores that the sigmoid keeps apart, and no two sums of which are alike.
+    in_groups = [levels / 4 - 1, choice[1], np.sqrt(np.arange(8, dtype=np.float32)) / 8]
     method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
         "router": (lambda k: k.router(routing), [x, router, routes], 1, True),
         "choose_experts": (lambda k: k.choose_experts(routing), choice, 1, False),
@@ -383,7 +386,15 @@ def _experts(sizes: Sizes) -> list[Case]:
         "expert_mlp": (lambda k: k.expert_mlp("silu"), [rows, counts, *weights], 3, True),
         "weighted_sum": (lambda k: k.weighted_sum(), [y, scores, order, home], 1, True),
     }
-    return [Case(name.replace("_", " "), name, *row) for name, row in method.items()]
+    made = [Case(name.replace("_", " "), name, *row) for name, row in method.items()]
+    best = Case(
+        "choose experts of groups",
+        "choose_experts",
+        lambda k: k.choose_experts(grouped),
+        in_groups,
+        1,
+    )
+    return [*made, best]
 
 
 # -- the optimizer ------------------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.shapes import SamplingParams
-from mindgrpo.models.shard import Shard, local_inner
 from mindgrpo.models.rotary import rotary_table
+from mindgrpo.models.shard import Shard, local_inner
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
 

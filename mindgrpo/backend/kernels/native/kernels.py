@@ -335,7 +335,9 @@ class NativeKernels(Kernels):
         return experts.Router(routing)
 
     def choose_experts(self, routing: Routing) -> nn.Cell:
-        return experts.ChooseExperts(routing) if routing.is_plain else super().choose_experts(routing)
+        return (
+            experts.ChooseExperts(routing) if routing.is_plain else super().choose_experts(routing)
+        )
 
     def sort_slots(self, routing: Routing) -> nn.Cell:
         return experts.SortSlots(routing)
