@@ -14,15 +14,26 @@ import pytest
 from golden_models import read_golden
 from ranks_as_threads import ThreadBackend, World
 
+from mindgrpo.backend.connect import connect
+from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
+from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.weights.expert_files import ExpertNames, names_of_experts
+from mindgrpo.run.model_export import export_policy, write_companions
+from mindgrpo.weights.expert_files import ExpertNames, file_tensors, names_of_experts
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import SafetensorsWriter
-from mindgrpo.weights.pretrained import check_tensors, fill_random, load_weights, open_weights
+from mindgrpo.weights.pretrained import (
+    check_tensors,
+    fill_random,
+    load_weights,
+    open_tensors,
+    open_weights,
+)
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3_moe",
@@ -164,3 +175,93 @@ def test_random_experts_are_the_same_under_every_layout() -> None:
         for name, part in weights.arrays.hf_views.items():
             expected = whole.arrays.hf_views[name][weights.boxes[name].slices]
             assert np.array_equal(part, expected), name
+
+
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    **{key: value for key, value in MODEL.items() if key.endswith(("_size", "_heads", "_layers"))},
+    "q_lora_rank": None,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.fixture
+def deepseek(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A directory of random weights, and its tensors."""
+    specs = parameter_specs(decoder_config(DEEPSEEK, "here"))
+    rng = np.random.default_rng(3)
+    shapes = {t.name: t.shape for t in file_tensors({s.name: s.shape for s in specs}, "per_expert")}
+    tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    return written(tmp_path, tensors), tensors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_bias_that_experts_are_chosen_with_keeps_its_bits_in_any_dtype(
+    deepseek: tuple[Path, dict[str, np.ndarray]], dtype: Dtype, tmp_path: Path
+) -> None:
+    directory, tensors = deepseek
+    backend = connect(SHARED_MEMORY, {})
+    layout = Layout.of(Mesh(1, 1), parameter_specs(decoder_config(DEEPSEEK, "here")))
+    weights = Weights(layout, 0, backend, dtype=dtype)
+    load_weights(weights, directory)
+    target = tmp_path / "hf"
+    export_policy(weights, backend, str(directory), target, Residency(), dtype="bfloat16")
+    found = open_tensors(target)
+    name = f"{LAYER}mlp.gate.e_score_correction_bias"
+    assert found.slices[name][0][1].dtype == "F32" and found.shape(name) == (4,)
+    assert found.read(name).tobytes() == tensors[name].tobytes()
+    assert sorted(found.names) == sorted(tensors)
+    router = f"{LAYER}mlp.gate.weight"
+    assert found.slices[router][0][1].dtype == "BF16"
+    assert found.read(router).tobytes() != tensors[router].tobytes()
+
+
+def test_layers_that_predict_further_tokens_are_not_read_nor_promised_in_exports(
+    deepseek: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    directory, tensors = deepseek
+    further = {
+        name.replace(".layers.1.", ".layers.2."): values
+        for name, values in tensors.items()
+        if ".layers.1." in name
+    }
+    further["model.layers.2.eh_proj.weight"] = np.zeros((8, 16), np.float32)
+    both = tmp_path / "both"
+    both.mkdir()
+    (both / "config.json").write_text(json.dumps(DEEPSEEK | {"num_nextn_predict_layers": 1}))
+    specs = parameter_specs(decoder_config(DEEPSEEK, "here"))
+    check_tensors(written(both, tensors | further), specs)
+    (tmp_path / "hf").mkdir()
+    write_companions(both, tmp_path / "hf", "float32")
+    assert (
+        json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    )
+    del further["model.layers.2.eh_proj.weight"]
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(UserError, match="its config.json has no place for"):
+        check_tensors(written(other, tensors | further), specs)
+
+
+def test_fp8_files_are_refused_with_a_remedy(
+    deepseek: tuple[Path, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    _, tensors = deepseek
+    scales = {f"{LAYER}self_attn.o_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
+    directory = tmp_path / "fp8"
+    directory.mkdir()
+    specs = parameter_specs(decoder_config(DEEPSEEK, "here"))
+    with pytest.raises(UserError, match=r"are fp8 with scales.*convert them to bfloat16 first"):
+        check_tensors(written(directory, tensors | scales), specs)

@@ -127,7 +127,8 @@ def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> li
     ) -> ParameterSpec:
         """With a `unit`, split by heads that are so wide."""
         split: dict[str, Any] = {"splits": (Split("mp", dim, unit),)} if unit else {}
-        options = {"position": layer, "decay": True, "transposed": True, "fused_key": fused_key}
+        options: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
+        options |= {"fused_key": fused_key}
         options |= split or {"summed_over": PARTIAL}
         return ParameterSpec(f"{prefix}{name}.weight", shape, **options)
 

@@ -202,8 +202,8 @@ class LayerWork:
         self.expert_share = sum(kind.has_experts for kind in model.layers) / len(model.layers)
         # As wide as an average layer's dense feed-forward, or the expert that all tokens pass.
         shared = -(-model.moe.shared_inner // self.group) if model.moe else 0
-        inner = (1 - self.expert_share) * inner + self.expert_share * shared
-        self.dense_size = 3 * self.hidden * inner
+        width = (1 - self.expert_share) * inner + self.expert_share * shared
+        self.dense_size = 3 * self.hidden * width
         mixed = heads.queries * heads.dim
         self.vocabulary = local_vocabulary(model, self.group)
         self.kv_width, self.mixed = 2 * heads.kv * heads.dim, mixed
@@ -224,7 +224,7 @@ class LayerWork:
         self.gathered_again = 1.0 if self.sums_in_halves and plan.lora is None else 0.0
         # Read and written between products: norms, residuals, rotary positions, the activation.
         own = 10 * self.hidden / layout.token_shares
-        self.between = itemsize * (own + 2 * heads.width + mixed + self._between_products(inner))
+        self.between = itemsize * (own + 2 * heads.width + mixed + self._between_products(width))
         self.has_adapters = plan.lora is not None
         # Keys and values of the ranks that share rows; processors' kernels gather them again for gradients.
         self.others, self.context_again = layout.mesh.cp - 1, float(counts.is_serial)
