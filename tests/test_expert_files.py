@@ -87,12 +87,14 @@ def in_files(model: dict[str, np.ndarray], kind: ExpertNames) -> dict[str, np.nd
     return tensors
 
 
-def written(directory: Path, tensors: dict[str, np.ndarray]) -> Path:
+def written(
+    directory: Path, tensors: dict[str, np.ndarray], config: dict[str, Any] = MODEL
+) -> Path:
     shapes = {name: values.shape for name, values in tensors.items()}
     with SafetensorsWriter(directory, shapes, 400) as writer:
         for name, values in tensors.items():
             writer.add(name, values)
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    (directory / "config.json").write_text(json.dumps(config))
     return directory
 
 
@@ -203,8 +205,7 @@ def deepseek(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
     rng = np.random.default_rng(3)
     shapes = {t.name: t.shape for t in file_tensors({s.name: s.shape for s in specs}, "per_expert")}
     tensors = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
-    return written(tmp_path, tensors), tensors
+    return written(tmp_path, tensors, DEEPSEEK), tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -240,14 +241,13 @@ def test_layers_that_predict_further_tokens_are_not_read_nor_promised_in_exports
     further["model.layers.2.eh_proj.weight"] = np.zeros((8, 16), np.float32)
     both = tmp_path / "both"
     both.mkdir()
-    (both / "config.json").write_text(json.dumps(DEEPSEEK | {"num_nextn_predict_layers": 1}))
     specs = parameter_specs(decoder_config(DEEPSEEK, "here"))
-    check_tensors(written(both, tensors | further), specs)
+    promised = DEEPSEEK | {"num_nextn_predict_layers": 1}
+    check_tensors(written(both, tensors | further, promised), specs)
     (tmp_path / "hf").mkdir()
     write_companions(both, tmp_path / "hf", "float32")
-    assert (
-        json.loads((tmp_path / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
-    )
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["num_nextn_predict_layers"] == 0
     del further["model.layers.2.eh_proj.weight"]
     other = tmp_path / "other"
     other.mkdir()

@@ -47,7 +47,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
             "n_shared_experts": 1,
             "routed_scaling_factor": 1.5,
             "norm_topk_prob": True,
-            "first_k_dense_replace": 1,
+            "first_k_dense_replace": 0,
         },
         [],
     ),
