@@ -173,8 +173,7 @@ def feed_forward(shard: Shard, index: int, chooses: bool) -> nn.Cell:
         experts = MixtureOfExperts(shard, index, moe, chooses)
         if moe.shared_inner == 0:
             return experts
-        prefix = f"model.layers.{index}.mlp.shared_experts."
-        return SharedExpert(experts, GatedMlp(shard.within("shared"), prefix))
+        return SharedExpert(shard, index, experts)
     return GatedMlp(shard, f"model.layers.{index}.mlp.")
 
 

@@ -147,12 +147,20 @@ class ChosenExperts(nn.Cell):
 
 
 class SharedExpert(nn.Cell):
-    """As MixtureOfExperts: the sum of what a token's experts make of it and what one makes that all tokens pass."""
+    """As MixtureOfExperts: the sum of what a token's experts make of it and what one makes that all tokens pass.
 
-    def __init__(self, experts: MixtureOfExperts, shared: nn.Cell) -> None:
+    Every rank has the shared one whole and computes its own tokens, so that nothing is summed over ranks beside the
+    exchanges of the others, whose order in a backward pass would be open.
+    """
+
+    def __init__(self, shard: Shard, index: int, experts: MixtureOfExperts) -> None:
         super().__init__()
-        self.experts, self.shared = experts, shared
+        prefix = f"model.layers.{index}.mlp.shared_experts."
+        self.experts = experts
+        self.gate_up = shard.linear(prefix + "gate_up_proj.weight")
+        self.glu = shard.cell(shard.kernels.glu, shard.config.activation)
+        self.down = shard.linear(prefix + "down_proj.weight")
 
     def construct(self, x: Any, plan: Any) -> Any:
         y, routes = self.experts(x, plan)
-        return y + self.shared(x), routes
+        return y + self.down(self.glu(self.gate_up(x))), routes

@@ -159,13 +159,19 @@ def _feed_forward_specs(
     return _dense_specs(prefix, config.hidden_size, config.intermediate_size, layer)
 
 
-def _dense_specs(prefix: str, hidden: int, inner: int, layer: int) -> list[ParameterSpec]:
+def _dense_specs(
+    prefix: str, hidden: int, inner: int, layer: int, whole_of: frozenset[str] | None = None
+) -> list[ParameterSpec]:
+    """`whole_of`: the axes that gradients are summed over of a feed-forward that each rank has whole."""
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
-    fused = {"splits": (Split("mp", 0),), "fused_key": f"{prefix}gate_up_proj.weight", **more}
+    rows, columns = ({"splits": (Split("mp", dim),)} for dim in (0, 1))
+    if whole_of is not None:
+        rows = columns = {"summed_over": whole_of}
+    fused: dict[str, Any] = {**rows, "fused_key": f"{prefix}gate_up_proj.weight", **more}
     return [
         ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), **fused),
         ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), **fused),
-        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), (Split("mp", 1),), **more),
+        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), **columns, **more),
     ]
 
 
@@ -190,7 +196,8 @@ def _expert_specs(
         shape = ADDENDS, moe.num_experts
         choice = [ParameterSpec(f"{prefix}{BIAS}", shape, position=layer, decay=False)]
     if moe.shared_inner:
-        shared = _dense_specs(f"{prefix}shared_experts.", hidden, moe.shared_inner, layer)
+        own = f"{prefix}shared_experts."
+        shared = _dense_specs(own, hidden, moe.shared_inner, layer, whole_of=between)
     return [
         ParameterSpec(f"{prefix}gate.weight", router, summed_over=between, **more),
         *choice,

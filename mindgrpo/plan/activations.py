@@ -270,8 +270,8 @@ def _of_experts(graphs: Graphs, experts: LocalExperts, a_width: int) -> int:
     copies = 1 if ep * columns == 1 else 2
     a_row = copies * graphs.block.hidden * graphs.itemsize + experts.inner // columns * a_width
     bytes_here = arrived * columns * a_row + arrived * graphs.block.hidden * graphs.itemsize
-    of_slots = -(-(bytes_here + FLOAT * (number + 2 * rows)) // graphs.token_shares)
-    return of_slots + graphs.block.shared * a_width
+    bytes_here += graphs.block.shared * a_width
+    return -(-(bytes_here + FLOAT * (number + 2 * rows)) // graphs.token_shares)
 
 
 def _inside_mlp(graphs: Graphs, widths: int, again: int = 0) -> int:
@@ -357,7 +357,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),
         experts=local_experts(model, layout.mesh.ep, 0),
         expert_columns=layout.mesh.emp,
-        shared=-(-model.moe.shared_inner // tp_size) if model.moe else 0,
+        shared=model.moe.shared_inner if model.moe else 0,
         beside_heads=_beside_heads(model, tp_size),
     )
     # The processors' kernels have float32 activations whatever weights are.

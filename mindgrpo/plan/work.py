@@ -201,7 +201,7 @@ class LayerWork:
         # Of all layers, those with experts.
         self.expert_share = sum(kind.has_experts for kind in model.layers) / len(model.layers)
         # As wide as an average layer's dense feed-forward, or the expert that all tokens pass.
-        shared = -(-model.moe.shared_inner // self.group) if model.moe else 0
+        shared = model.moe.shared_inner / layout.token_shares if model.moe else 0
         width = (1 - self.expert_share) * inner + self.expert_share * shared
         self.dense_size = 3 * self.hidden * width
         mixed = heads.queries * heads.dim
