@@ -164,14 +164,14 @@ def _dense_specs(
 ) -> list[ParameterSpec]:
     """`whole_of`: the axes that gradients are summed over of a feed-forward that each rank has whole."""
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
-    rows, columns = ({"splits": (Split("mp", dim),)} for dim in (0, 1))
     if whole_of is not None:
-        rows = columns = {"summed_over": whole_of}
-    fused: dict[str, Any] = {**rows, "fused_key": f"{prefix}gate_up_proj.weight", **more}
+        more["summed_over"] = whole_of
+    rows, columns = (() if whole_of else (Split("mp", dim),) for dim in (0, 1))
+    fused: dict[str, Any] = {"splits": rows, "fused_key": f"{prefix}gate_up_proj.weight", **more}
     return [
         ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), **fused),
         ParameterSpec(f"{prefix}up_proj.weight", (inner, hidden), **fused),
-        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), **columns, **more),
+        ParameterSpec(f"{prefix}down_proj.weight", (hidden, inner), columns, **more),
     ]
 
 
