@@ -5,6 +5,7 @@ Does not prove that a device keeps to an estimate: scripts/bench/roofline.py com
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -296,6 +297,31 @@ def test_rows_that_are_long_are_also_shared_out() -> None:
         assert Roofline(again).step().total == pytest.approx(choice.seconds.total)
         assert again.world_size == 8 and again.reference is not None
         assert again.reference.mesh.cp == again.infer.mesh.cp == 1
+
+
+def test_experts_are_dealt_to_ranks_and_split_tokens_where_the_model_is_split(
+    tmp_path: Path,
+) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    experts |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    raw = {**MODEL, **experts, "model_type": "qwen3_moe", "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    example = CONFIG.parents[2] / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
+    words = ["--actor_config.load", str(tmp_path), "--rl_config.beta", "0"]
+    words += ["--actor_config.parallel_config.model_parallel", "1"]
+    words += ["--actor_config.parallel_config.pipeline_stage", "1"]
+    words += ["--actor_config.parallel_config.data_parallel", "4"]
+    words += ["--generate_config.parallel_config.model_parallel", "2"]
+    loaded = load_config(example, words)
+    plan = plan_run(loaded.config, decoder_config(raw, "here"), 4)
+    found = [choice.plan for choice in layouts.ranked(loaded, plan, 60)]
+    assert {own.train.mesh.ep for own in found} == {1, 4}
+    for own in found:
+        assert own.train.splits_tokens == (own.train.mesh.mp > 1)
+        assert own.infer.mesh.ep == own.infer.mesh.mp
+        # An exchange is counted where experts are dealt out, and the products are the same.
+        sent = LayerWork(own, own.train, FUSED, BF16).forward(Passes(64, 0, 0), 1, False).sent
+        assert (sent > 0) == (own.train.mesh.ep > 1)
 
 
 def test_layouts_keep_updates_where_their_number_follows_from_the_layout() -> None:
