@@ -264,7 +264,7 @@ def test_the_golden_trajectory_clips_gradients_and_learns(recipe: str) -> None:
     # A second update on the same samples may have little left to do where their ratios are clipped.
     firsts = norms[:, 0] if c.RECIPES[recipe].loss_config else norms
     assert firsts.min() > c.MAX_GRAD_NORM
-    assert _numbers(steps, "kl").min() > 0
+    assert (_numbers(steps, "kl").min() > 0) == c.RECIPES[recipe].has_reference
     assert len({tuple(step["tokens"]) for step in steps}) == c.NUM_STEPS
     assert len(set(steps[0]["lengths"])) > 1
 

@@ -101,7 +101,7 @@ class Run:
         self.infer = layout_of(self.config, replace(infer, ep=infer.mp if self.config.moe else 1))
         self.policy = self._policy()
         self.generator = self._generator()
-        self.reference = self._reference()
+        self.reference = self._reference() if self.recipe.has_reference else None
         plan = plan_reshard(self.train, self.infer)
         adapters, target = self.policy.adapters, self.generator.weights
         self.syncer = WeightSyncer(self.policy.weights, adapters, target, backend, plan)
@@ -197,8 +197,9 @@ class Run:
         if resampling is not None:
             self.replaced.append(resampling.groups)
         packed = PackedRollout(rollout)
-        reference = compute_log_probs(self.reference, self.infer.mesh, self.backend, packed)
-        old = None
+        reference = old = None
+        if self.reference is not None:
+            reference = compute_log_probs(self.reference, self.infer.mesh, self.backend, packed)
         if self.recipe.num_iterations > 1:
             pipeline, mesh = self.policy.pipeline, self.train.mesh
             old = compute_log_probs(pipeline, mesh, self.backend, packed)
