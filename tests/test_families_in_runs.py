@@ -101,6 +101,8 @@ def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
     assert all(("moe/load_max" in step) == has_experts for step in steps)
     # Of 4 experts a token has 2: one has all tokens at most.
     assert all(1.0 < step["moe/load_max"] <= 2.0 for step in steps if has_experts)
+    assert all(step.get("moe/routes_replayed") == (1.0 if has_experts else None) for step in steps)
+    assert all(step.get("moe/routes_changed", 0.0) == 0.0 for step in steps)
     assert [row.by_role for row in made[0].residency.table()] == [
         row.by_role for row in plan_of(tmp_path, words).memory()
     ]

@@ -209,6 +209,11 @@ class MicroBatch:
     as_arrived: np.ndarray = field(default_factory=NO_PLAN.copy)
 
     @property
+    def is_planned(self) -> bool:
+        """Returns whether it has routes and a plan of them."""
+        return self.routes.ndim > 1
+
+    @property
     def own_columns(self) -> np.ndarray:
         """Returns int32 [R, L], the columns of this rank's tokens."""
         return self.columns[self.part]
@@ -391,14 +396,16 @@ class PackedRollout:
     """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
 
     `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
-    `routes` are the experts of each sample's tokens in the layers of this rank, once a forward pass has recorded them,
-    and `expert_load` is that of the fullest (models/expert_plan.py).
+    `routes` are the experts of each sample's tokens in the layers of this rank, once they were taken from the rollout
+    or recorded by a forward pass, and `expert_load` is that of the fullest (models/expert_plan.py). `choices` int64 [2]
+    counts tokens of layers where the router chose while it replayed, and those of them where it chose other experts.
     """
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
         self.routes: Mapping[int, np.ndarray] | None = None
         self.expert_load: float | None = None
+        self.choices = np.zeros(2, np.int64)
         self._pack = cache(partial(pack, rollout))
         self._micro_batches = cache(partial(micro_batches, rollout))
 

@@ -19,6 +19,9 @@ STOPPED, LENGTH, MAX_TURNS, FAILED = "stop", "length", "max_turns", "failed"
 
 Arrays = Sequence[np.ndarray]
 Messages = tuple[Mapping[str, Any], ...]
+# The experts of a sample's tokens but its last one, uint8 or uint16 [tokens, layers with experts, experts a token]:
+# arrays that follow each other, of which samples of one prompt share the first.
+Routes = tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Sample:
 
     `action_mask` bool [n] says which tokens the policy wrote: those of tools and of templates are context (no loss, no
     advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. Without a `finish_reason` the sample is unfinished. Of a
-    conversation, `messages` are the turns that have ended and what tools or an environment answered.
+    conversation, `messages` are the turns that have ended and what tools or an environment answered. `routes` are the
+    engine's, () without; of an answer's tokens they are there once the policy has continued.
     """
 
     number: int
@@ -87,6 +91,7 @@ class Sample:
     arrays: Mapping[str, np.ndarray]
     finish_reason: str | None = None
     messages: Messages = ()
+    routes: Routes = ()
 
     @classmethod
     def begun(cls, prompt: np.ndarray, number: int = 0) -> Sample:
@@ -102,6 +107,7 @@ class Sample:
         tokens: np.ndarray,
         finish_reason: str,
         version: int,
+        routes: Routes = (),
         **arrays: Any,
     ) -> Sample:
         """Returns a sample whose tokens the policy wrote by weights of `version`; `arrays` by their declared names.
@@ -111,7 +117,8 @@ class Sample:
         count = len(tokens)
         arrays["versions"] = np.full(count, version, np.int32)
         checked = {name: TOKEN_ARRAYS[name].of(values, count) for name, values in arrays.items()}
-        return cls(number, prompt, tokens, np.ones(count, bool), checked, finish_reason)
+        mask = np.ones(count, bool)
+        return cls(number, prompt, tokens, mask, checked, finish_reason, routes=routes)
 
     @property
     def logps(self) -> np.ndarray:
@@ -140,7 +147,20 @@ class Sample:
             if name in written.arrays
         }
         grown = self._with(written.tokens, written.action_mask, both)
-        return replace(grown, finish_reason=written.finish_reason)
+        routes = grown.routes_with(written.routes)
+        return replace(grown, finish_reason=written.finish_reason, routes=routes)
+
+    def routes_with(self, computed: Routes) -> Routes:
+        """Returns the routes with those `computed` last, of its last tokens or of all; () where some are missing."""
+        rest = self.num_routes - sum(map(len, computed))
+        if not computed or rest == 0:
+            return computed
+        return (*self.routes, *computed) if rest == sum(map(len, self.routes)) else ()
+
+    @property
+    def num_routes(self) -> int:
+        """Counts the tokens that have routes, where an engine gives them: the last one predicts nothing."""
+        return len(self.prompt) + len(self.tokens) - 1
 
     def with_answer(self, ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Sample:
         """Appends `ids`, the encoded `messages`, as context; the sample is unfinished again, for the policy to
@@ -269,6 +289,14 @@ class Rollout:
     @property
     def weights_version(self) -> Arrays:
         return self.token_arrays["versions"]
+
+    @cached_property
+    def routes(self) -> Sequence[Routes] | None:
+        """Returns the routes of each sample; None if a sample lacks some."""
+        routes = tuple(sample.routes for sample in self.samples)
+        counts = (sum(map(len, own)) for own in routes)
+        are_there = (s.num_routes == n for s, n in zip(self.samples, counts, strict=True))
+        return routes if all(routes) and all(are_there) else None
 
     @cached_property
     def finish_reasons(self) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mindgrpo.algorithm.sample import TOKEN_ARRAYS, PartialGroup, Sample, TokenArray
+from mindgrpo.algorithm.sample import TOKEN_ARRAYS, PartialGroup, Routes, Sample, TokenArray
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import read_object
@@ -47,7 +47,8 @@ class StoredSample(ManifestModel):
     """`tokens` are int32, as many as `versions` count; `logps` and further `arrays` are as TOKEN_ARRAYS declares them.
 
     Without a finish reason the sample is unfinished. Of a conversation, `turns` are stretches (1 where the policy
-    wrote, number of tokens) and `messages` a JSON text.
+    wrote, number of tokens) and `messages` a JSON text. `routes` are those of an ended sample, which no engine computes
+    again: dtype, shape and bytes.
     """
 
     tokens: str
@@ -57,6 +58,16 @@ class StoredSample(ManifestModel):
     finish_reason: str | None
     turns: list[Stretch] = []
     messages: str = "[]"
+    routes: tuple[Literal["uint8", "uint16"], tuple[Count, Count, Count], str] | None = None
+
+    @property
+    def expert_routes(self) -> Routes:
+        """Returns the sample's routes. Raises ValueError where they do not have their shape."""
+        if self.routes is None:
+            return ()
+        name, shape, text = self.routes
+        dtype = TokenArray("the experts of tokens", np.uint8 if name == "uint8" else np.uint16)
+        return (_array("routes", text, dtype, prod(shape)).reshape(shape),)
 
     @property
     def count(self) -> int:
@@ -75,7 +86,7 @@ class StoredSample(ManifestModel):
     @model_validator(mode="after")
     def _fits(self) -> StoredSample:
         _array("tokens", self.tokens, TOKENS, self.count)
-        _ = self.token_arrays
+        _ = self.token_arrays, self.expert_routes
         written = sum(number for _, number in self.turns)
         if self.turns and written != self.count:
             raise ValueError(f"turns are of {written} tokens, but the versions are of {self.count}")
@@ -118,7 +129,15 @@ def _stored(sample: Sample) -> StoredSample:
         finish_reason=sample.finish_reason,
         turns=version_runs(sample.action_mask.astype(np.int32)),
         messages=json.dumps(sample.messages),
+        routes=_stored_routes(sample),
     )
+
+
+def _stored_routes(sample: Sample) -> Any:
+    if sample.finish_reason is None or not sample.routes:
+        return None
+    routes = np.concatenate(sample.routes)
+    return routes.dtype.name, routes.shape, _text(routes)
 
 
 def restored_groups(
@@ -145,6 +164,7 @@ def _sample(number: int, stored: StoredSample, prompt: np.ndarray) -> Sample:
         stored.token_arrays,
         stored.finish_reason,
         tuple(json.loads(stored.messages)),
+        stored.expert_routes,
     )
 
 

@@ -282,6 +282,9 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """prompts per rollout on each data-parallel rank of the generator; null: 1"""
     num_generations: int = Field(8, ge=1)
     """completions per prompt (group size)"""
+    router_replay: bool = True
+    """train each token with the experts that it had in the generator (R3); false: with those that a forward pass
+    of the trainer chooses before the step's first update. No effect on models without experts"""
     num_iterations: int = Field(1, ge=1)
     """number of passes over the samples of a step"""
     updates_per_rollout: int | None = Field(None, ge=1)

@@ -113,7 +113,14 @@ def make_engine(
                 config, model, layout.mesh, cache_config, weight_bytes, host_memory, device_bytes
             ),
         )
-    return EmbeddedEngine(model, layout, backend, sampling, cache_config)
+    return EmbeddedEngine(
+        model,
+        layout,
+        backend,
+        sampling,
+        cache_config,
+        records_routes=config.rl_config.router_replay,
+    )
 
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:

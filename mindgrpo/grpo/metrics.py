@@ -80,6 +80,7 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
     return {
         "prompts": digest(rollout.prompt_ids),
         "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
+        "the experts of tokens": digest(rollout.routes),
         **{TOKEN_ARRAYS[name].title: digest(rows) for name, rows in rollout.token_arrays.items()},
         "rewards": digest(rewards),
         "the reference's log-probs": digest(batch.reference_logps),
@@ -218,6 +219,10 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
     loads = [own.expert_load for own in outcome.reports if own.expert_load is not None]
     if loads:
         metrics["moe/load_max"] = max(loads)
+        first = outcome.reports[0]
+        metrics["moe/routes_replayed"] = first.routes_replayed
+        if first.routes_changed is not None:
+            metrics["moe/routes_changed"] = first.routes_changed
     if outcome.correction is not None:
         metrics |= {
             "importance_weight/mean": outcome.correction.mean,

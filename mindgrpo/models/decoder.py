@@ -166,11 +166,11 @@ class GatedMlp(nn.Cell):
         return self.leave(self.down(self.glu(gate_up)), gate_up)
 
 
-def feed_forward(shard: Shard, index: int, chooses: bool) -> nn.Cell:
-    """Returns the feed-forward of layer `index`, as its LayerKind asks; `chooses` as in moe.py."""
+def feed_forward(shard: Shard, index: int, chooses: bool, reads_plan: bool) -> nn.Cell:
+    """Returns the feed-forward of layer `index`, as its LayerKind asks; how experts are chosen as in moe.py."""
     moe = shard.config.moe_of(index)
     if moe is not None:
-        experts = MixtureOfExperts(shard, index, moe, chooses)
+        experts = MixtureOfExperts(shard, index, moe, chooses, reads_plan)
         if moe.shared_inner == 0:
             return experts
         return SharedExpert(shard, index, experts)
@@ -181,8 +181,9 @@ class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
     A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
-    `context` as in attention.py. With experts, behind the context follow routes and their plan, or where it `chooses`
-    behind the pair its routes. `is_cached`: `attend` reads keys and values from the plain decoder's cache, or fills it.
+    `context` as in attention.py. With experts, if it `reads_plan`, behind the context follow routes and their plan, and if
+    it `chooses`, its choice follows the pair. `is_cached`: `attend` reads keys and values from the plain decoder's cache,
+    or fills it.
     """
 
     def __init__(
@@ -192,6 +193,7 @@ class Layer(nn.Cell):
         attend: nn.Cell,
         gets_sum: bool = False,
         chooses: bool = False,
+        reads_plan: bool = False,
         is_cached: bool = False,
     ) -> None:
         super().__init__()
@@ -215,11 +217,11 @@ class Layer(nn.Cell):
         )
         self.attention_out = norm(norms.attention_out)
         self.mlp_in = AddNorm(shard, key(norms.mlp_in))
-        self.mlp = feed_forward(shard.within("mlp"), index, chooses)
+        self.mlp = feed_forward(shard.within("mlp"), index, chooses, reads_plan)
         self.mlp_out = norm(norms.mlp_out)
         self.has_experts = shard.config.moe_of(index) is not None
         self.returns_routes = self.has_experts and chooses
-        self.of_plan = len(PLAN) if self.has_experts and not chooses else 0
+        self.of_plan = len(PLAN) if self.has_experts and reads_plan else 0
 
     def construct(self, x: Any, added: Any, context: Any) -> Any:
         if self.is_entry:
@@ -290,7 +292,8 @@ class Stage(nn.Cell):
     """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`.
 
     With `is_causal` each row is one run, as in backend/kernels/contract.py. A stage with experts that `chooses` them
-    reads no plan, and returns its layers' routes int32 [layers, N, K] behind x.
+    returns its layers' choices int32 [layers, N, K] behind x. It reads no plan, unless it `replays` one, whose experts
+    are then computed in place of the chosen ones.
     """
 
     def __init__(
@@ -300,12 +303,13 @@ class Stage(nn.Cell):
         recompute: Recompute = KEEP_ALL,
         is_causal: bool = False,
         chooses: bool = False,
+        replays: bool = False,
     ) -> None:
         super().__init__()
         heads = shard.attended_heads()
         has_experts = [shard.config.layers[index].has_experts for index in shard.layers]
         self.chooses = chooses and any(has_experts)
-        self.reads_plan = not chooses and any(has_experts)
+        self.reads_plan = (replays or not chooses) and any(has_experts)
         # The number of each layer among those with experts.
         self.plan_of = tuple(
             sum(has_experts[:i]) if own else -1 for i, own in enumerate(has_experts)
@@ -331,7 +335,8 @@ class Stage(nn.Cell):
             of_layer = sharing.within(recompute.applies_to(index)).keeping(are_kept)
             again = are_kept and shard.context_group.size > 1
             attend = of_layer.cell(rotary.attention, heads, kind, is_causal, again)
-            layer = Layer(of_layer, index, attend, gets_sum=True, chooses=chooses)
+            how = {"chooses": chooses, "reads_plan": self.reads_plan}
+            layer = Layer(of_layer, index, attend, gets_sum=True, **how)
             recompute.apply(layer, index)
             layers.append(SummedLayer(layer))
         self.layers = nn.CellList(layers)

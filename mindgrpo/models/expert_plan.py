@@ -1,18 +1,20 @@
 """Plans which rows a layer's experts compute, from the experts of every token: before a graph starts, on the host.
 
-No graph with a gradient chooses experts: routes come from a forward pass of before, and with them every count is known.
-A forward pass records the routes of its micro-batches, which are kept by sample and spread over those of the update.
+No graph with a gradient chooses experts: routes come from the generator (arXiv:2510.11370) or from a forward pass of
+before, which records those of its micro-batches, and with them every count is known. They are kept by sample and spread
+over the micro-batches of the update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from mindgrpo.algorithm.packing import MicroBatch
+from mindgrpo.algorithm.sample import Routes
 
 # A token without experts; so is padding, which is sent nowhere.
 NO_EXPERT = -1
@@ -135,6 +137,32 @@ class TokenShare:
 
 
 ALL_TOKENS = TokenShare()
+
+
+class ReplayedRoutes(Mapping[int, np.ndarray]):
+    """The engine's routes by sample, [prompt + completion - 1, L, K], of `layers` among all those with experts."""
+
+    def __init__(self, routes: Sequence[Routes], layers: Sequence[int]) -> None:
+        self._routes, self._layers = routes, list(layers)
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        return np.concatenate([part[:, self._layers] for part in self._routes[sample]])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._routes)))
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+
+def count_choices(chosen: np.ndarray, routes: np.ndarray) -> np.ndarray:
+    """Counts tokens of layers that have `routes` int [L, N, K], and those for which others are `chosen`: int64 [2].
+
+    The order of a token's experts does not count.
+    """
+    is_token = (routes >= 0).all(-1)
+    differs = (np.sort(chosen, -1) != np.sort(routes, -1)).any(-1)
+    return np.array([is_token.sum(), (is_token & differs).sum()], np.int64)
 
 
 def routes_by_sample(

@@ -21,24 +21,27 @@ from mindgrpo.weights.expert_files import BIAS
 class MixtureOfExperts(nn.Cell):
     """(x_NH, plan) -> (y_NH, routes int32 [N, K]): a token's results, each times its score, summed in their order.
 
-    Where it `chooses`, by the router's scores, the plan is not read; else it has the routes and their ExpertPlan
-    (expert_plan.py). Scores are always those of x now, so that the router learns by whatever experts were chosen.
+    Where it `chooses`, by the router's scores, it returns its choice. With `reads_plan` the experts are those of the
+    plan, which has the routes and their ExpertPlan (expert_plan.py); without, they are its choice. Scores are always
+    those of x now, so that the router learns by whatever experts were chosen.
     """
 
-    def __init__(self, shard: Shard, index: int, moe: MoeConfig, chooses: bool) -> None:
+    def __init__(
+        self, shard: Shard, index: int, moe: MoeConfig, chooses: bool, reads_plan: bool
+    ) -> None:
         super().__init__()
         prefix, kernels, how = f"model.layers.{index}.mlp.", shard.kernels, routing(moe)
         self.gate = shard[prefix + "gate.weight"]
         # The router's logits are float32 in any precision: one that is rounded chooses other experts.
         self.exact_gate = shard.vector()
-        self.chooses, self.has_bias = chooses, moe.has_bias
+        self.chooses, self.reads_plan, self.has_bias = chooses, reads_plan, moe.has_bias
         self.bias = shard[prefix + BIAS] if moe.has_bias else Tensor([0.0], ms.float32)
         if chooses:
             self.choose = shard.cell(kernels.choose_experts, how)
         self.router, self.sum = shard.cell(kernels.router, how), shard.cell(kernels.weighted_sum)
         experts = Experts(shard, prefix)
         self.experts: nn.Cell = experts
-        if chooses:
+        if not reads_plan:
             self.experts = ChosenExperts(shard, experts, moe)
         elif shard.expert_groups["ep", "emp"].size > 1:
             self.experts = SpreadExperts(shard, experts)
@@ -46,14 +49,21 @@ class MixtureOfExperts(nn.Cell):
 
     def construct(self, x: Any, plan: Any) -> Any:
         gate = self.exact_gate(self.gate)
-        if self.chooses:
-            bias = self.bias.astype(ms.float32)
-            routes = self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
-            y, order, home = self.experts(x, routes)
-        else:
+        if self.reads_plan:
             routes, order, counts, home, by_expert, as_arrived = plan
             y = self.experts(self.take(x, order, home), counts, by_expert, as_arrived)
-        return self.sum(y, self.router(x, gate, routes), order, home), routes
+        else:
+            routes = self.chosen(x, gate)
+            y, order, home = self.experts(x, routes)
+        out = self.sum(y, self.router(x, gate, routes), order, home)
+        if self.chooses and self.reads_plan:
+            return out, self.chosen(x, gate)
+        return out, routes
+
+    def chosen(self, x: Any, gate: Any) -> Any:
+        """Returns the router's choice."""
+        bias = self.bias.astype(ms.float32)
+        return self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
 
 
 class Experts(nn.Cell):

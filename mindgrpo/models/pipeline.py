@@ -32,9 +32,11 @@ from mindgrpo.models.decoder import (
 )
 from mindgrpo.models.expert_plan import (
     ALL_TOKENS,
+    ReplayedRoutes,
     Spread,
     TokenShare,
     capacity,
+    count_choices,
     load_of_fullest,
     merge_routes,
     plan_experts,
@@ -56,7 +58,8 @@ class StageChunk:
 
     With `keeps_flows`, it also returns what its layers get, for a backward pass; the last one by a graph of its own, or
     not at all (Stage.hands_inputs_on). `planned` are its layers among those of the stage that have experts: with them,
-    `forward` is another graph than what hands flows on, as it chooses experts and the other reads a plan.
+    `forward` is another graph than what hands flows on, as it chooses experts and the other reads a plan. `replaying`,
+    which is for micro-batches with a plan, chooses as well, but computes what is planned.
     """
 
     def __init__(
@@ -85,17 +88,27 @@ class StageChunk:
         own = StageForward(self.stage) if self.hands_inputs_on else self.stage
         self.records = self.stage.reads_plan
         forward: nn.Cell = self.net or own
+
+        def choosing(replays: bool) -> nn.Cell:
+            stage = Stage(shard, num_positions, KEEP_ALL, is_causal, True, replays)
+            return with_head(stage) or stage
+
         if self.records:
-            choosing = Stage(shard, num_positions, KEEP_ALL, is_causal, chooses=True)
-            forward = with_head(choosing) or choosing
+            forward = choosing(False)
         self.forward = backend.graph(forward, f"{name} forward")
+        self.replaying = self.forward
+        if self.records and keeps_flows:
+            self.replaying = backend.graph(choosing(True), f"{name} forward")
         is_same = forward is own
         self.layers = self.forward if is_same else backend.graph(own, f"{name} layers")
         self._planned = planned
 
-    def run(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        """Runs `forward`; returns what comes out, and the routes of layers with experts."""
-        made = self.forward(x, *inputs)
+    def run(self, x: Tensor, batch: MicroBatch) -> tuple[list[Tensor], Tensor | None]:
+        """Runs `forward`, or `replaying` a plan; returns what comes out, and the choices of layers with experts."""
+        inputs = self.inputs(batch)
+        if self.is_last:
+            inputs += tensors_of(HeadInputs, batch)
+        made = (self.replaying if batch.is_planned else self.forward)(x, *inputs)
         out = list(made) if isinstance(made, tuple) else [made]
         return out, out.pop() if self.records else None
 
@@ -106,8 +119,8 @@ class StageChunk:
         return y, flows
 
     def inputs(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Returns the StageInputs of a micro-batch that is planned, its plan that of the chunk's layers."""
-        if self.records:
+        """Returns the StageInputs of a micro-batch; of a planned one, the plan of the chunk's layers."""
+        if self.records and batch.is_planned:
             batch = replace(batch, **{name: getattr(batch, name)[self._planned] for name in PLAN})
         return tensors_of(StageInputs, batch)
 
@@ -169,6 +182,11 @@ class ForwardPipeline:
         layers = shard.config.layers
         ends = np.cumsum([sum(layers[i].has_experts for i in own.layers) for own in shard.chunks])
         planned = [slice(*ends_of) for ends_of in pairwise([0, *ends.tolist()])]
+        with_experts = [i for i, kind in enumerate(layers) if kind.has_experts]
+        # The stage's layers with experts among all of them.
+        self.expert_layers = [
+            with_experts.index(i) for own in shard.chunks for i in own.layers if i in with_experts
+        ]
         self.chunks = tuple(
             StageChunk(
                 own,
@@ -223,7 +241,8 @@ class ForwardPipeline:
     ) -> list[Predictions] | None:
         """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage.
 
-        `routes` gets the experts of every micro-batch's tokens, int32 [layers, N, K] of the stage's layers with some.
+        `routes` gets the experts that are chosen for every micro-batch's tokens, int32 [layers, N, K] of the stage's
+        layers with some.
         """
         results = []
         recorded: list[list[np.ndarray]] = [[] for _ in batches]
@@ -236,11 +255,8 @@ class ForwardPipeline:
             if action.chunk == 0:
                 self.progress(action.micro_batch, len(batches))
             x = Tensor(batch.tokens) if chunk.is_first else others.take(action)
-            inputs = tensors_of(StageInputs, batch)
             with self.span(action):
-                if chunk.is_last:
-                    inputs += tensors_of(HeadInputs, batch)
-                out, chosen = chunk.run(x, inputs)
+                out, chosen = chunk.run(x, batch)
                 if chosen is not None and routes is not None:
                     recorded[action.micro_batch].append(chosen.asnumpy())
                 if not chunk.is_last:
@@ -254,13 +270,16 @@ class ForwardPipeline:
     def record(
         self, batches: Sequence[MicroBatch], packed: PackedRollout
     ) -> list[Predictions] | None:
-        """Returns log_probs; of a model with experts that is trained, `packed` keeps the routes of its samples.
+        """Returns log_probs; of a model with experts that is trained, `packed` keeps the routes of its samples: the
+        rollout's, or those that are chosen now.
 
         All ranks together; the micro-batches of those with the same layers have all samples.
         """
         moe = self.shard.config.moe
         if moe is None or not self.is_trained:
             return self.log_probs(batches)
+        if self.takes_routes(packed):
+            return self.replay(batches, packed)
         routes: list[np.ndarray] = []
         results, packed.routes = self.log_probs(batches, routes), {}
         # A stage may have no layer with experts.
@@ -269,6 +288,28 @@ class ForwardPipeline:
             by_rank = self.same_layers.gather_objects(own)
             packed.routes = merge_routes(by_rank)
             packed.expert_load = load_of_fullest(packed.routes, moe.num_experts)
+        return results
+
+    def takes_routes(self, packed: PackedRollout) -> bool:
+        """Takes the rollout's routes of the stage's layers, if it has some (arXiv:2510.11370, router replay)."""
+        moe, routes = self.shard.config.moe, packed.rollout.routes
+        if moe is None or routes is None:
+            return False
+        if packed.routes is None:
+            packed.routes = ReplayedRoutes(routes, self.expert_layers) if self.expert_layers else {}
+            if packed.routes:
+                packed.expert_load = load_of_fullest(packed.routes, moe.num_experts)
+        return True
+
+    def replay(
+        self, batches: Sequence[MicroBatch], packed: PackedRollout
+    ) -> list[Predictions] | None:
+        """Returns log_probs by the routes that `packed` has, which counts where others would be chosen."""
+        planned, chosen = self.planned(batches, packed), list[np.ndarray]()
+        results = self.log_probs(planned, chosen)
+        if packed.rollout.routes is not None:
+            for batch, own in zip(planned, chosen, strict=bool(chosen)):
+                packed.choices += count_choices(own, batch.routes)
         return results
 
     def planned(self, batches: Sequence[MicroBatch], packed: PackedRollout) -> Sequence[MicroBatch]:

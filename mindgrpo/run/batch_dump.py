@@ -27,6 +27,7 @@ BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolv
 # Declared arrays whose files' names are others.
 FILE_NAMES = {"logps": "generator_logps", "versions": "weights_version"}
 BATCH_BY_TOKEN = ("reference_logps", "old_logps", "token_advantages", "rollout_is_weights")
+ROUTES = "routed_experts"
 BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
 
@@ -80,6 +81,7 @@ def _arrays(dump: Dump) -> dict[str, np.ndarray]:
         "action_mask": rollout.action_mask,
         **{FILE_NAMES.get(name, name): rows for name, rows in rollout.token_arrays.items()},
         **{name: getattr(batch, name) for name in BATCH_BY_TOKEN},
+        ROUTES: rollout.routes and [np.concatenate(own) for own in rollout.routes],
     }
     for name, rows in by_token.items():
         if rows is not None:
@@ -127,6 +129,7 @@ def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
     tokens = by_token(("prompt_ids", "completion_ids", "action_mask"))
     files = {FILE_NAMES.get(name, name): name for name in TOKEN_ARRAYS}
     declared = by_token(list(files))
+    routes = by_token([ROUTES]).get(ROUTES)
     samples = (
         Sample(
             i,
@@ -135,6 +138,7 @@ def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
             tokens["action_mask"][i],
             {files[file]: rows[i] for file, rows in declared.items()},
             reason,
+            routes=() if routes is None else (routes[i],),
         )
         for i, reason in enumerate(about.finish_reasons)
     )

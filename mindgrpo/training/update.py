@@ -46,7 +46,8 @@ def accumulate_gradients(
     """
     mesh = policy.weights.layout.mesh
     share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
-    if policy.shard.config.moe is not None and packed.routes is None:
+    has_experts = policy.shard.config.moe is not None
+    if has_experts and packed.routes is None and not policy.pipeline.takes_routes(packed):
         # Whoever wanted no log-probs of before has no routes of before either.
         whole = packed.micro_batches(
             policy.pipeline.shapes.choose(packed, mesh.dp), mesh.dp, share, part=part
@@ -65,7 +66,7 @@ def accumulate_gradients(
             planned = policy.pipeline.planned(micro_batches, packed)
             results = _backward(policy, batch, planned, weights)
         else:
-            results = policy.pipeline.log_probs(micro_batches)
+            results = policy.pipeline.replay(micro_batches, packed)
         own |= by_sample(micro_batches, results, policy.shard.context_group)
         rows += packed.rows(shape, samples)
         num_tokens += len(micro_batches) * shape.tokens * mesh.dp * mesh.cp
@@ -141,7 +142,9 @@ class UpdateReport:
     `entropies` likewise, and empty unless the policy's settings keep them.
     `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
     either end of the clip decided; `padding_share` is of the rows' positions. `expert_load` is expert_plan's
-    load_of_fullest of all of the step's samples and layers, None of a model without experts.
+    load_of_fullest of all of the step's samples and layers, None of a model without experts. `routes_replayed` is the
+    share of tokens of layers whose experts are the generator's. `routes_changed` is that of those for which the
+    trainer's router chose others in the step's forward passes so far, None without such a pass.
     """
 
     loss: float
@@ -154,6 +157,8 @@ class UpdateReport:
     entropies: PerToken
     padding_share: float
     expert_load: float | None = None
+    routes_replayed: float | None = None
+    routes_changed: float | None = None
 
     @property
     def clip_fraction(self) -> float:
@@ -182,12 +187,18 @@ def update(
     # Those that share rows, and those of a layer, have the same.
     if policy.weights.layout.mesh.group(rank, ("cp", "mp"))[0] != rank:
         own = {}
-    by_rank = policy.backend.world.gather_objects((own, packed.expert_load))
-    merged = {i: pair for samples, _ in by_rank for i, pair in samples.items()}
-    loads = [load for _, load in by_rank if load is not None]
+    by_rank = policy.backend.world.gather_objects((own, packed.expert_load, packed.choices))
+    merged = {i: pair for samples, _, _ in by_rank for i, pair in samples.items()}
     norm = policy.gradient_norm()
     report = _report(settings, batch, merged, weights, norm, padding)
-    report = replace(report, expert_load=max(loads, default=None))
+    if policy.shard.config.moe is not None:
+        compared, changed = sum(choices for _, _, choices in by_rank).tolist()
+        report = replace(
+            report,
+            expert_load=max(load for _, load, _ in by_rank if load is not None),
+            routes_replayed=float(packed.rollout.routes is not None),
+            routes_changed=changed / compared if compared else None,
+        )
     _refuse_non_finite(policy, report)
     if check is not None:
         try:

@@ -6,7 +6,7 @@ native/rollout.py keeps the slots; rollout/embedded/slots.py brings them work.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -79,7 +79,8 @@ class GenerationBatch:
 
     `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
     `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest]. `samples` are their numbers, by which
-    they are known again when they continue; () where none does.
+    they are known again when they continue; () where none does. A decoder that `records_routes` puts the experts of the
+    tokens that it computes for a sample into `routes`, as Sample has them.
     """
 
     prompts: Sequence[np.ndarray]
@@ -91,6 +92,8 @@ class GenerationBatch:
     lengths: np.ndarray
     stopped: np.ndarray
     samples: Sequence[int] = ()
+    records_routes: bool = False
+    routes: list[tuple[np.ndarray, ...]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -100,6 +103,7 @@ class GenerationBatch:
         limits: Sequence[int],
         keys: np.ndarray,
         samples: Sequence[int] = (),
+        records_routes: bool = False,
     ) -> GenerationBatch:
         count, longest = len(prompt_of), max(limits)
         return cls(
@@ -112,6 +116,7 @@ class GenerationBatch:
             np.zeros(count, np.int32),
             np.zeros(count, np.int32),
             samples,
+            records_routes,
         )
 
 

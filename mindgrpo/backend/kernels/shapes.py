@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Activation = Literal["silu", "gelu_tanh"]
 # Added to what must have no part in a softmax.
 NEVER = -1e30
@@ -56,6 +58,11 @@ class Routing:
     def is_plain(self) -> bool:
         """Whether the largest scores are chosen."""
         return not self.has_bias and self.groups == self.groups_taken
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Returns the dtype in which routes are kept and sent."""
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, missing_options
 from mindgrpo.rollout.embedded.plain import PlainDecoder
 from mindgrpo.rollout.embedded.slots import SlotDecoder
 from mindgrpo.rollout.engine import Capabilities, Result, RolloutStats, SeedKey, StaleWeights
-from mindgrpo.rollout.noise import sample_keys
+from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 from mindgrpo.weight_sync.plan import Plan
 from mindgrpo.weight_sync.transfer import WeightSyncer
 from mindgrpo.weights.local_weights import Weights
@@ -31,7 +31,8 @@ from mindgrpo.weights.pretrained import load_weights
 class EmbeddedEngine:
     """A RolloutEngine with memory for what `cache_config` says; `kernels` other than the backend's are for tests.
 
-    `sampling.max_tokens` and `repetition_penalty` decide what there is memory for.
+    `sampling.max_tokens` and `repetition_penalty` decide what there is memory for. With `records_routes` samples of
+    models with experts have their routes, but for those of evaluations.
     """
 
     capabilities = Capabilities("embedded")
@@ -44,8 +45,10 @@ class EmbeddedEngine:
         sampling: SamplingParams,
         cache_config: KVCacheConfig,
         kernels: Kernels | None = None,
+        records_routes: bool = False,
     ) -> None:
         self.sampling, self._backend = sampling, backend
+        self._records_routes = records_routes and config.moe is not None
         self.weights = Weights(
             layout, backend.rank, backend, "generator", dtype=backend.compute_dtype
         )
@@ -117,6 +120,7 @@ class EmbeddedEngine:
                 batch.tokens[i, :length].copy(),
                 STOPPED if batch.stopped[i] else LENGTH,
                 version,
+                batch.routes[i] if batch.records_routes else (),
                 logps=batch.logps[i, :length].copy(),
             )
             for i, ((number, prompt), length) in enumerate(
@@ -143,7 +147,8 @@ class EmbeddedEngine:
         keys = sample_keys(key.seed, key.purpose, key.step, samples, key.turn)
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
-        return GenerationBatch.of(prompts, prompt_of, limits, keys, samples)
+        records = self._records_routes and key.purpose == ROLLOUT
+        return GenerationBatch.of(prompts, prompt_of, limits, keys, samples, records)
 
     def _check(self, request: Request, sampling: SamplingParams) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:

@@ -25,7 +25,7 @@ from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.shapes import NEVER, SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
-from mindgrpo.models.shard import Shard
+from mindgrpo.models.shard import Shard, routing
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, read_length
 from mindgrpo.rollout.embedded.pages import SPARE, PageTable
 from mindgrpo.rollout.embedded.sampling import Candidates, Drawn, draw
@@ -41,7 +41,7 @@ class Decode(nn.Cell):
 
     A token's keys and values go to `cache_rows`, and it sees what `pages` have up to its position. `keys` are the
     noise's, the lower and the upper half of each. The same call again gives the same: what it writes to the cache is a
-    function of its inputs.
+    function of its inputs. If it `records_routes`, the tokens' experts int32 [layers, B, K] follow.
     """
 
     def __init__(
@@ -52,9 +52,11 @@ class Decode(nn.Cell):
         sampling: SamplingParams,
         seen: Parameter | None,
         takes_all: bool = False,
+        records_routes: bool = False,
     ) -> None:
         """`read` positions of each slot are read; `takes_all` as in sampling.Candidates."""
         super().__init__()
+        self.records_routes = records_routes
         heads = shard.cached_heads()
         attends = [shard.kernels.cached_attention(heads, *cache) for cache in caches]
         self.embed = Embedding(shard)
@@ -85,27 +87,37 @@ class Decode(nn.Cell):
         # Of a tied table that is read both before and behind writes to the cache, MindSpore would make a copy.
         table = ops.stop_gradient(self.head.table)
         x = self.embed.rows(tokens, table if self.is_tied else self.embed.table)
-        added = x
+        added, routes = x, []
         for i in range(len(self.layers)):
             context = (mask, angles[self.rotary_of[i]], cache_rows, pages)
-            x, added = self.layers[i](x, added, context)[:2]
+            made = self.layers[i](x, added, context)
+            x, added = made[:2]
+            routes += made[2:]
         logits = self.head.logits(x + added, table)
         seen = logits
         if self.penalises:
             fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
             seen = ops.assign(self.seen, ops.maximum(self.seen, fresh))
-        return self.candidates(logits, keys, banned, seen)
+        candidates = self.candidates(logits, keys, banned, seen)
+        if self.records_routes:
+            return candidates, ops.stack(routes)
+        return candidates
 
 
 class Prefill(nn.Cell):
     """Writes keys and values of prompts int32 [N / T, T] into the cache: rows `source` int32 [C] of [N K, D], token by
-    token, go to `cache_rows` int32 [C].
+    token, go to `cache_rows` int32 [C]. If it `records_routes`, it returns the tokens' experts int32 [layers, N, K].
     """
 
     def __init__(
-        self, shard: Shard, caches: list[tuple[Parameter, Parameter]], length: int
+        self,
+        shard: Shard,
+        caches: list[tuple[Parameter, Parameter]],
+        length: int,
+        records_routes: bool = False,
     ) -> None:
         super().__init__()
+        self.records_routes = records_routes
         attends = [
             shard.kernels.prefill_attention(shard.cached_heads(), *cache) for cache in caches
         ]
@@ -122,10 +134,14 @@ class Prefill(nn.Cell):
         for table in self.tables:
             angles.append(ops.tile(table, (tokens.shape[0], 1, 1)))
         x = self.embed(tokens.reshape(-1))
-        added = x
+        added, routes = x, []
         for i in range(len(self.layers)):
             context = (self.mask, angles[self.rotary_of[i]], source, cache_rows)
-            x, added = self.layers[i](x, added, context)[:2]
+            made = self.layers[i](x, added, context)
+            x, added = made[:2]
+            routes += made[2:]
+        if self.records_routes:
+            return ops.stack(routes)
         # What follows the last keys and values is no part of any result, so the compiler leaves it out.
         return source
 
@@ -179,12 +195,17 @@ class PlainDecoder:
             seen = self.pools[-1].parameter("seen", 0, room)
             self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 
-        def decoder(read: int, sampling: SamplingParams, takes_all: bool) -> Any:
-            return backend.graph(Decode(shard, caches, read, sampling, seen, takes_all), DECODE)
+        def decoder(read: int, sampling: SamplingParams, takes_all: bool, records: bool) -> Any:
+            cell = Decode(shard, caches, read, sampling, seen, takes_all, records)
+            return backend.graph(cell, DECODE)
+
+        def prefill(records: bool) -> Any:
+            return backend.graph(
+                Prefill(shard, caches, cache_config.max_prompt, records), "prompts"
+            )
 
         # One for each length and sampling, and one more for tokens that are no candidates.
-        self._decoder = cache(decoder)
-        self._prefill = backend.graph(Prefill(shard, caches, cache_config.max_prompt), "prompts")
+        self._decoder, self._prefill = cache(decoder), cache(prefill)
 
     def weights_changed(self) -> None:
         """Does nothing: it reads the weights themselves."""
@@ -198,6 +219,7 @@ class PlainDecoder:
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         self._pages = PageTable(self._cache_config, self._kv_heads)
+        self._routes = _Routes(self._shard, batch)
         waiting = deque(self._groups(batch))
         steps = prompt_tokens = 0
         while waiting or (self._sample != IDLE).any():
@@ -206,6 +228,7 @@ class PlainDecoder:
             steps += 1
             left = sum(map(len, waiting)) + int((self._sample != IDLE).sum())
             self._progress(len(batch.limits) - left, len(batch.limits))
+        self._routes.give(batch)
         rows = steps * slots
         return RolloutStats(int(batch.lengths.sum()), rows, rows, prompt_tokens)
 
@@ -250,7 +273,11 @@ class PlainDecoder:
             copies = self._pages.prompt_copies(index, longest, len(prompt), slots)
             begin, end = end, end + len(copies[0])
             source[begin:end], rows[begin:end] = copies
-        self._prefill(Tensor(tokens), Tensor(source), Tensor(rows))
+        inputs = Tensor(tokens), Tensor(source), Tensor(rows)
+        made = self._prefill(self._routes.are_wanted)(*inputs)
+        if self._routes.are_wanted:
+            samples = [int(self._sample[slots[0]]) for _, slots in part]
+            self._routes.take_prompts(made.asnumpy(), samples, longest)
 
     def _mark_seen(self, taken: list[tuple[np.ndarray, list[int]]]) -> None:
         if self._mark is None or not taken:
@@ -273,9 +300,11 @@ class PlainDecoder:
         banned[busy] = made < self._sampling.min_tokens
         keys = np.zeros(slots, np.uint64)
         keys[busy] = position_keys(batch.keys[samples], made)
-        drawn = self._draw(keys, banned, takes_all=False)
+        drawn, routes = self._draw(keys, banned, takes_all=False)
         if not drawn.is_complete[busy].all():
-            drawn = self._draw(keys, banned, takes_all=True)
+            drawn, routes = self._draw(keys, banned, takes_all=True)
+        if routes is not None:
+            self._routes.take(routes[:, busy], samples, made)
         batch.tokens[samples, made] = drawn.tokens[busy]
         batch.logps[samples, made] = drawn.logps[busy]
         batch.lengths[samples] += 1
@@ -288,12 +317,52 @@ class PlainDecoder:
         self._positions[busy[ended]] = 0
         self._pages.leave(busy[ended].tolist())
 
-    def _draw(self, keys: np.ndarray, banned: np.ndarray, takes_all: bool) -> Drawn:
+    def _draw(
+        self, keys: np.ndarray, banned: np.ndarray, takes_all: bool
+    ) -> tuple[Drawn, np.ndarray | None]:
+        """Returns what was drawn, and the experts [layers, slots, K] of what was computed for it, if wanted."""
         # What is needed for few tokens is compiled once.
         last = int(self._positions.max())
         read = self._length if takes_all else read_length(self._length, last)
         rows = self._pages.cache_rows(np.arange(len(keys)), self._positions)
         halves = keys.view(np.int32).reshape(-1, 2)
         inputs = (self._tokens, self._positions, rows, self._pages.pages(read), halves, banned)
-        columns = self._decoder(read, self._sampling, takes_all)(*map(Tensor, inputs))
-        return draw(self._sampling, columns.asnumpy(), keys, self._shard.local_vocab)
+        records = self._routes.are_wanted
+        made = self._decoder(read, self._sampling, takes_all, records)(*map(Tensor, inputs))
+        columns, routes = made if records else (made, None)
+        drawn = draw(self._sampling, columns.asnumpy(), keys, self._shard.local_vocab)
+        return drawn, None if routes is None else routes.asnumpy()
+
+
+class _Routes:
+    """The experts of a job's tokens, if it wants them: of prompts by their number, of samples by number and column."""
+
+    def __init__(self, shard: Shard, batch: GenerationBatch) -> None:
+        self._batch, moe = batch, shard.config.moe
+        self.are_wanted = batch.records_routes and moe is not None
+        if moe is None or not self.are_wanted:
+            return
+        self._dtype = routing(moe).dtype
+        layers = sum(kind.has_experts for kind in shard.config.layers)
+        self._of_samples = np.zeros((*batch.tokens.shape, layers, moe.per_token), self._dtype)
+        self._of_prompts: dict[int, np.ndarray] = {}
+
+    def take_prompts(self, routes: np.ndarray, samples: list[int], length: int) -> None:
+        """Takes `routes` [layers, N, K] of prompts of `length` tokens each, whose first samples are `samples`."""
+        for index, sample in enumerate(samples):
+            prompt = int(self._batch.prompt_of[sample])
+            end = len(self._batch.prompts[prompt]) - 1
+            own = routes[:, index * length :][:, :end]
+            self._of_prompts[prompt] = np.moveaxis(own, 0, 1).astype(self._dtype)
+
+    def take(self, routes: np.ndarray, samples: np.ndarray, columns: np.ndarray) -> None:
+        self._of_samples[samples, columns] = np.moveaxis(routes, 0, 1)
+
+    def give(self, batch: GenerationBatch) -> None:
+        if self.are_wanted:
+            batch.routes = [
+                (self._of_prompts[prompt], self._of_samples[i, :length].copy())
+                for i, (prompt, length) in enumerate(
+                    zip(batch.prompt_of.tolist(), batch.lengths.tolist(), strict=True)
+                )
+            ]

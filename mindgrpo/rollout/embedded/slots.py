@@ -85,7 +85,14 @@ def resumed(
     if limits.max() > slot_size or steps * max(len(rows), FULL_STEP_ROWS) > lengths.sum():
         return None
     prompts = [batch.prompts[at] for at in batch.prompt_of]
-    made = GenerationBatch.of(prompts, range(len(rows)), limits.tolist(), batch.keys, batch.samples)
+    made = GenerationBatch.of(
+        prompts,
+        range(len(rows)),
+        limits.tolist(),
+        batch.keys,
+        batch.samples,
+        batch.records_routes,
+    )
     for i, prompt in enumerate(prompts):
         made.tokens[i, own[i] : known[i]] = prompt[lengths[i] - (known[i] - own[i]) :]
     return ResumedBatch(made, rows, known.astype(np.int32))
@@ -143,6 +150,8 @@ class SlotDecoder:
         )
         self._shard = shard
         self._progress = partial(backend.health.progress, "samples")
+        # By number of its prompt in the batch, the experts of all tokens of it but the last one.
+        self._prompt_routes: dict[int, np.ndarray] = {}
         # By number, the samples that may continue from their keys, in slots of `_kept_slot_size`.
         self._kept: dict[int, KeptSample] = {}
         self._kept_slot_size = 0
@@ -174,6 +183,14 @@ class SlotDecoder:
             if self._slots.waiting < layout.slots:
                 prompt_tokens += self._bring_prompts(batch, layout, waiting)
             left = self._decode_some(batch, sum(len(samples) for samples in waiting))
+        if batch.records_routes:
+            batch.routes = [
+                (self._prompt_routes[prompt], self._slots.routes(i, 0, length))
+                for i, (prompt, length) in enumerate(
+                    zip(batch.prompt_of.tolist(), batch.lengths.tolist(), strict=True)
+                )
+            ]
+            self._prompt_routes = {}
         if stays and fits(batch, layout):
             at = zip(self._slots.kept(batch), batch.prompt_of, strict=True)
             rows = [KeptRow(slot, prefix, lengths[p] - 1, 0) for (slot, prefix), p in at]
@@ -185,6 +202,11 @@ class SlotDecoder:
         while self._decode_some(batch, 0):
             pass
         again.give(batch)
+        if batch.records_routes:
+            batch.routes = [
+                (self._slots.routes(i, row.own, int(again.batch.lengths[i])),)
+                for i, row in enumerate(again.rows)
+            ]
         self._kept = kept_after(again.batch, again.rows, batch)
         return self._stats(batch, len(again.rows), 0)
 
@@ -204,17 +226,26 @@ class SlotDecoder:
         """Puts prompts into free prefix blocks and their samples into the queue; returns the prompt tokens computed."""
         free = np.flatnonzero(self._slots.users[: layout.prefix_blocks] == 0)
         brought: list[tuple[int, np.ndarray]] = []
+        indices: list[int] = []
         for prefix in free[: len(waiting)].tolist():
             index, samples = waiting.popleft()
+            indices.append(index)
             brought.append((prefix, batch.prompts[index]))
             for sample in samples:
                 self._slots.enqueue(sample, prefix)
         if not brought:
             return 0
-        self._fill(brought)
+        routes = self._fill(brought, batch.records_routes)
+        if routes is not None:
+            ends = np.cumsum([len(prompt) - 1 for _, prompt in brought])
+            self._prompt_routes |= zip(indices, np.split(routes, ends[:-1]), strict=True)
         return sum(len(prompt) for _, prompt in brought)
 
-    def _fill(self, brought: list[tuple[int, np.ndarray]]) -> None:
+    def _fill(
+        self, brought: list[tuple[int, np.ndarray]], records_routes: bool
+    ) -> np.ndarray | None:
+        """Computes prompts; returns the experts of all but the last tokens, one prompt after the other, if asked."""
+        recorded: list[np.ndarray] = []
         prefix_blocks = np.concatenate(
             [np.full(len(p) - 1, prefix, np.int32) for prefix, p in brought]
         )
@@ -227,6 +258,9 @@ class SlotDecoder:
             rows = slice(begin, min(end, keys))
             first_inputs = starts[max(0, begin - keys) : max(0, end - keys)]
             self._slots.fill(tokens[begin:end], prefix_blocks[rows], seen[rows], first_inputs)
+            if records_routes:
+                recorded.append(self._slots.prompt_routes())
+        return np.concatenate(recorded) if records_routes else None
 
 
 def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) -> LayerWeights:

@@ -260,6 +260,14 @@ static void place_slots(const Work *w, const ExpertWork *s, Member member) {
     }
 }
 
+/* Only chooses experts, for a layer whose results nobody needs. */
+static void route(void *task, Member member) {
+    const Work *w = task;
+    const ExpertWork s = expert_work(w);
+    norm_rows(w, member);
+    route_rows(w, &s, member);
+}
+
 /* What this rank's experts make of the rows: in y, or of several ranks in `taken`. */
 static void experts(void *task, Member member) {
     const Work *w = task;
@@ -319,11 +327,14 @@ int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, 
     w.memory = scratch(call, pool_size() * w.member_floats);
     if (!w.memory) return KERNEL_OUT_OF_MEMORY;
     w.x = w.total = x, w.added = adds ? delta : NULL, w.delta = delta;
-    w.norm = weights->norm, w.first = weights->qkv, w.second = keeps_only ? NULL : weights->out;
+    /* The trainer asks for the experts of every token, also of those that only keys and values are needed of. */
+    int routes_only = keeps_only && weights->router && g->routes_count;
+    w.norm = weights->norm, w.first = weights->qkv, w.second = keeps_only && !routes_only ? NULL : weights->out;
     w.bias = weights->bias, w.q_norm = weights->q_norm, w.k_norm = weights->k_norm;
-    if (keeps_only) return run_products(call, attend, &w);
+    if (!w.second) return run_products(call, attend, &w);
     if ((status = run_part(call, attend, &w))) return status;
     w.added = delta, w.added_bias = weights->out_bias, w.norm = weights->norm_mlp;
     w.first = weights->gate_up, w.second = weights->down, w.router = weights->router;
+    if (routes_only) return run_products(call, route, &w);
     return w.router ? run_experts(call, &w) : run_part(call, mlp, &w);
 }

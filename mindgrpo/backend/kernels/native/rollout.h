@@ -67,7 +67,7 @@
     /* by slot, the next input of a sample that has ended and may go on; none where nothing goes on */              \
     ARRAY(float, parked, g->parked_count ? g->slots * g->hidden : 0)                                             \
     /* experts of each token that was computed [tokens, layers with experts, experts a token]; none where nobody asks: by  \
-     * sample and own key, and those of the last call's rows of prompts, whose last layer has none */                 \
+     * sample and own key, and those of the last call's rows of prompts */                                            \
     ARRAY(uint16_t, routes, 0) ARRAY(uint16_t, prompt_routes, g->routes_count ? g->prompt_rows * g->expert_layers * g->routed : 0) \
     /* tokens of prompts: prefix and number of keys seen, the own included; prefix blocks of first inputs */            \
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
@@ -115,7 +115,7 @@ int check_ready(const Call *call, const Rollout *g);
 /* -- the parts of a token, in their order; 0 is success ---------------------------------------------------------- */
 
 /* x [rows, hidden] += `delta`, if `adds`, and what attention adds; `delta`: what the MLP adds. With `keeps_only`, for the
- * last layer of prompts, keys and values are kept, and x and `delta` mean nothing after. */
+ * last layer of prompts, keys and values are kept, and experts where these are asked for; x and `delta` mean nothing after. */
 int run_layer(const Call *call, const Rollout *g, int64_t layer, int is_prompt, int keeps_only, float *x, float *delta,
               int adds);
 

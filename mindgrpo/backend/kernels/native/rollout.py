@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -198,7 +199,11 @@ class Slots:
         arrays["expert_layer"][list(model_shape.expert_layers)] = range(
             len(model_shape.expert_layers)
         )
-        arrays |= dict.fromkeys(("routes", "prompt_routes"), np.zeros(0, np.uint16))
+        experts = model_shape.experts
+        # Of a token: layers with experts, and experts of each.
+        self._routed = (len(experts.layers), experts.routing.per_token) if experts else (0, 0)
+        self._route_dtype = experts.routing.dtype if experts else np.dtype(np.uint8)
+        arrays["prompt_routes"] = np.zeros(prompt_rows * prod(self._routed), np.uint16)
         sizes = [packed_bytes(k, n, self._num_parts, m) for k, n, m in model_shape.matrices]
         room = memory.packed if memory.packed is not None else np.zeros(0, np.uint16)
         arrays["packed"] = room.view(np.uint8)
@@ -363,6 +368,9 @@ class Slots:
             "lengths": batch.lengths,
             "stopped": batch.stopped,
             "first_drawn": first_drawn,
+            "routes": np.zeros(
+                batch.records_routes * batch.tokens.size * prod(self._routed), np.uint16
+            ),
             **{name: np.zeros(count, np.int32) for name in BY_SAMPLE},
         }
         for name, array in arrays.items():
@@ -392,6 +400,17 @@ class Slots:
         table["start_prefix"][: len(start_prefixes)] = start_prefixes
         table["prompt_rows"], table["prompt_starts"] = len(prefix_blocks), len(start_prefixes)
         call_kernel("rollout_prompts", tokens, self._number)
+
+    def prompt_routes(self) -> np.ndarray:
+        """Returns the experts [n, layers with experts, experts a token] of the last `fill`'s n, if recorded."""
+        rows = self._table["prompt_routes"].reshape(-1, *self._routed)
+        return rows[: int(self._table["prompt_rows"][0])].astype(self._route_dtype)
+
+    def routes(self, sample: int, begin: int, end: int) -> np.ndarray:
+        """Returns those of the sample's tokens from number `begin` up to `end`; number 0 is its first input."""
+        longest = int(self._table["longest"][0])
+        rows = self._table["routes"].reshape(-1, longest, *self._routed)
+        return rows[sample, begin:end].astype(self._route_dtype)
 
     def decode(self, tokens: int) -> int:
         """Draws up to so many tokens of every slot, which the next sample takes when it becomes free.
