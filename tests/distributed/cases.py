@@ -233,6 +233,8 @@ class Case:
     shards_optimizer: bool = False
     # Of layers, of each stage of `train`.
     chunks: int = 1
+    # The experts of updates are the generator's.
+    replays: bool = False
 
     @property
     def world(self) -> tuple[int, str]:
@@ -260,7 +262,9 @@ class Case:
         split = ", tokens split" if self.splits_tokens else ""
         chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
         experts = ", experts {}x{}".format(*self.experts) if prod(self.experts) > 1 else ""
-        return f"{self.recipe}, train {train}{chunks}{experts}, generate {infer}{split}{over}"
+        replayed = ", routes replayed" if self.replays else ""
+        model = f"{self.recipe}, train {train}{chunks}{experts}"
+        return f"{model}, generate {infer}{split}{replayed}{over}"
 
 
 ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
@@ -291,6 +295,7 @@ SPREAD = (
         shards_optimizer=True,
     ),
     Case("experts", (2, 1, 2), (4, 1), experts=(2, 1), recompute=True, shards_optimizer=True),
+    Case("experts", (1, 1, 2), (2, 1), replays=True),
     Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 1), (2, 1), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.

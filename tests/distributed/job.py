@@ -169,7 +169,14 @@ class Run:
         sampling = SamplingParams(**(settings | self.recipe.sampling))
         longest, goes_on = self.recipe.longest, self.recipe.longest > c.MAX_PROMPT
         room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, longest, c.MAX_TOKENS, goes_on)
-        return EmbeddedEngine(self.config, self.infer, self.backend, sampling, room)
+        return EmbeddedEngine(
+            self.config,
+            self.infer,
+            self.backend,
+            sampling,
+            room,
+            records_routes=self.case.replays,
+        )
 
     def _reference(self) -> ForwardPipeline:
         """Other weights than the policy starts with, so that the loss is not zero at first."""

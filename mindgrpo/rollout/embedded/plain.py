@@ -57,6 +57,7 @@ class Decode(nn.Cell):
         """`read` positions of each slot are read; `takes_all` as in sampling.Candidates."""
         super().__init__()
         self.records_routes = records_routes
+        self.recorded = _recorded(shard, records_routes)
         heads = shard.cached_heads()
         attends = [shard.kernels.cached_attention(heads, *cache) for cache in caches]
         self.embed = Embedding(shard)
@@ -92,7 +93,8 @@ class Decode(nn.Cell):
             context = (mask, angles[self.rotary_of[i]], cache_rows, pages)
             made = self.layers[i](x, added, context)
             x, added = made[:2]
-            routes += made[2:]
+            if self.recorded[i]:
+                routes.append(made[2])
         logits = self.head.logits(x + added, table)
         seen = logits
         if self.penalises:
@@ -118,6 +120,7 @@ class Prefill(nn.Cell):
     ) -> None:
         super().__init__()
         self.records_routes = records_routes
+        self.recorded = _recorded(shard, records_routes)
         attends = [
             shard.kernels.prefill_attention(shard.cached_heads(), *cache) for cache in caches
         ]
@@ -139,7 +142,8 @@ class Prefill(nn.Cell):
             context = (self.mask, angles[self.rotary_of[i]], source, cache_rows)
             made = self.layers[i](x, added, context)
             x, added = made[:2]
-            routes += made[2:]
+            if self.recorded[i]:
+                routes.append(made[2])
         if self.records_routes:
             return ops.stack(routes)
         # What follows the last keys and values is no part of any result, so the compiler leaves it out.
@@ -162,6 +166,11 @@ def _layers(shard: Shard, attends: list[nn.Cell]) -> nn.CellList:
     pairs = zip(shard.layers, attends, strict=True)
     layers = [Layer(shard, index, attend, chooses=True, is_cached=True) for index, attend in pairs]
     return nn.CellList(layers)
+
+
+def _recorded(shard: Shard, records_routes: bool) -> tuple[bool, ...]:
+    """Returns whether the experts of each of the shard's layers are recorded."""
+    return tuple(records_routes and shard.config.layers[i].has_experts for i in shard.layers)
 
 
 class PlainDecoder:

@@ -1,0 +1,264 @@
+"""Router replay: the engine's routes are those of every token, updates compute exactly these, and another one is seen.
+
+One process, random weights. Several ranks: the distributed case "experts". Does not prove that replay helps training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small_runs
+from small_generators import GROUP, KERNELS, MAX_PROMPT, MAX_TOKENS, VOCAB, WITH_C, kernels_named
+from test_families_in_runs import FAMILIES
+
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
+from mindgrpo.algorithm.sample import PartialGroup, Request, Rollout, Sample, collect
+from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.checkpoint.format import StoredGroup, restored_groups, stored_groups
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
+from mindgrpo.models.shard import Shard
+from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rollout.embedded import slots
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
+from mindgrpo.rollout.engine import SeedKey
+from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
+from mindgrpo.rollout.replicas import Replicas
+from mindgrpo.training.policy import Policy
+from mindgrpo.weights.pretrained import fill_random
+
+LAYERS, EXPERTS, CHOSEN, LONGEST = 2, 4, 2, MAX_PROMPT + 3 * MAX_TOKENS
+CONFIG = decoder_config(
+    {
+        "model_type": "qwen3_moe",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": CHOSEN,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "max_position_embeddings": 128,
+    },
+    "here",
+)
+LAYOUT = Layout.of(Mesh(1, 1), parameter_specs(CONFIG))
+SAMPLING = SamplingParams(
+    temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=tuple(range(0, VOCAB, 3))
+)
+
+
+@pytest.fixture(scope="module")
+def backend() -> CpuBackend:
+    return CpuBackend({})
+
+
+def engine(backend: CpuBackend, kernels: Kernels, goes_on: bool = False) -> EmbeddedEngine:
+    room = KVCacheConfig(32, GROUP, None, LONGEST, MAX_TOKENS, goes_on)
+    made = EmbeddedEngine(CONFIG, LAYOUT, backend, SAMPLING, room, kernels, records_routes=True)
+    made.publish(lambda: fill_random(made.weights, seed=1, scale=0.25), 0)
+    return made
+
+
+def trainer(made: EmbeddedEngine, backend: CpuBackend) -> ForwardPipeline:
+    """The policy's forward pass with the generator's own weights."""
+    shard, shape = Shard(CONFIG, made.weights, backend), MicroShape(2, LONGEST)
+    return ForwardPipeline(shard, backend, "policy", shape, LONGEST, 0.8, keeps_flows=True)
+
+
+def requests() -> list[Request]:
+    """Prompts of one token up to the longest, which samples of a group share."""
+    rng = np.random.default_rng(3)
+    lengths = range(1, MAX_PROMPT + 1)
+    prompts = [rng.integers(1, VOCAB, n).astype(np.int32) for n in lengths]
+    numbers = [tuple(range(i * GROUP, (i + 1) * GROUP)) for i in range(len(prompts))]
+    return [Request(prompt, own) for prompt, own in zip(prompts, numbers, strict=True)]
+
+
+def drawn(made: EmbeddedEngine, purpose: int = ROLLOUT) -> Rollout:
+    samples = made.generate(requests(), SAMPLING, SeedKey(0, purpose, 0), 0)
+    return collect(samples, GROUP, range(MAX_PROMPT))
+
+
+def whole(sample: Sample) -> np.ndarray:
+    return np.concatenate(sample.routes)
+
+
+def replayed(pipeline: ForwardPipeline, backend: CpuBackend, rollout: Rollout) -> Any:
+    packed = PackedRollout(rollout)
+    return packed, compute_log_probs(pipeline, Mesh(1, 1), backend, packed)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_engines_routes_are_those_that_the_trainer_chooses(
+    backend: CpuBackend, name: str
+) -> None:
+    made = engine(backend, kernels_named(name))
+    rollout, pipeline = drawn(made), trainer(made, backend)
+    assert len({sample.finish_reason for sample in rollout.samples}) == 2
+    without = Rollout(
+        tuple(replace(sample, routes=()) for sample in rollout.samples), rollout.group_ids
+    )
+    recorded, expected = replayed(pipeline, backend, without)
+    packed, logps = replayed(pipeline, backend, rollout)
+    assert recorded.choices.tolist() == [0, 0]
+    assert packed.choices[0] > 0 and packed.choices[1] == 0
+    for i, sample in enumerate(rollout.samples):
+        assert whole(sample).dtype == np.uint8
+        assert whole(sample).shape == (sample.num_routes, LAYERS, CHOSEN)
+        np.testing.assert_array_equal(whole(sample), recorded.routes[i])
+        np.testing.assert_array_equal(packed.routes[i], recorded.routes[i])
+        np.testing.assert_array_equal(logps[i], expected[i])
+        # A prompt's are there once for its group.
+        assert sample.routes[0] is rollout.samples[i - i % GROUP].routes[0]
+    assert packed.expert_load == recorded.expert_load
+
+
+@WITH_C
+def test_another_route_changes_what_comes_behind_it_and_is_counted(backend: CpuBackend) -> None:
+    made = engine(backend, kernels_named("native"))
+    rollout, pipeline = drawn(made), trainer(made, backend)
+    _, before = replayed(pipeline, backend, rollout)
+    number = int(np.argmax(rollout.completion_lengths))
+    changed = planted(rollout.samples[number], 2)
+    samples = tuple(changed if s.number == number else s for s in rollout.samples)
+    packed, after = replayed(pipeline, backend, replace(rollout, samples=samples))
+    # The router would have chosen what the generator did, up to the layer behind.
+    assert 1 <= packed.choices[1] <= packed.choices[0]
+    for i, (one, other) in enumerate(zip(before, after, strict=True)):
+        same = one == other
+        # Token 2 is what the generator saw before it drew number 3.
+        assert same.all() if i != number else same[:3].all() and not same[3:].any()
+
+
+def planted(sample: Sample, token: int) -> Sample:
+    """The sample with another pair of experts of a token of its completion, in the first layer."""
+    routes = whole(sample).copy()
+    at = len(sample.prompt) + token
+    routes[at, 0] = [e for e in range(EXPERTS) if e not in routes[at, 0]][:CHOSEN]
+    return replace(sample, routes=(routes,))
+
+
+def test_evaluations_have_none_nor_do_engines_that_are_not_asked(backend: CpuBackend) -> None:
+    made = engine(backend, Kernels())
+    assert drawn(made, EVALUATION).routes is None and drawn(made).routes is not None
+
+
+@WITH_C
+def test_conversations_that_go_on_from_kept_keys_have_the_routes_of_those_computed_again(
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "FULL_STEP_ROWS", 1)
+    kept, again = (
+        converse(engine(backend, kernels_named("native"), goes_on)) for goes_on in (True, False)
+    )
+    assert len(kept) > GROUP and max(len(s.routes) for s in kept) > 2
+    for one, other in zip(kept, again, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        assert len(whole(one)) == one.num_routes
+        np.testing.assert_array_equal(whole(one), whole(other))
+
+
+def converse(made: EmbeddedEngine) -> list[Sample]:
+    """Samples of three turns, with two tokens of an answer in between."""
+    samples = {i: Sample.begun(r.prompt, i) for r in requests() for i in r.samples}
+    waiting = [replace(r, max_tokens=(3,) * GROUP) for r in requests()]
+    for turn in range(3):
+        for written in made.generate(waiting, SAMPLING, SeedKey(0, ROLLOUT, 0, turn), 0):
+            one = samples[written.number].with_written(written)
+            assert sum(map(len, one.routes)) == one.num_routes
+            samples[one.number] = one.with_answer([7, 11], []) if turn < 2 else one
+        waiting = [sample.request(i, 3) for i, sample in samples.items()]
+    return list(samples.values())
+
+
+def test_a_sample_with_a_gap_in_its_routes_has_none() -> None:
+    part = np.zeros((3, LAYERS, CHOSEN), np.uint8)
+    prompt, tokens = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
+    written = Sample.drawn(0, prompt, tokens, "stop", 0, (part,), logps=[0.0, 0.0])
+    begun = Sample.begun(prompt).with_written(written)
+    assert len(whole(begun)) == 3
+    more = replace(written, routes=(part[:2],))
+    assert begun.with_written(more).routes == (part, more.routes[0])
+    assert begun.with_answer([5], []).with_written(more).routes == ()
+    assert begun.with_written(replace(written, routes=())).routes == ()
+
+
+def test_ended_samples_of_a_checkpoint_bring_their_routes_back() -> None:
+    routes = np.arange(3 * 2 * 2, dtype=np.uint16).reshape(3, 2, 2)
+    prompt, tokens = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
+    ended = Sample.drawn(0, prompt, tokens, "stop", 0, (routes,), logps=[0.0, 0.0])
+    running = replace(ended, number=1, finish_reason=None)
+    (stored,) = stored_groups([PartialGroup(2, 1, (ended, running))])
+    text = stored.model_dump_json()
+    (group,) = restored_groups([StoredGroup.model_validate_json(text)], [prompt])
+    assert whole(group.samples[0]).dtype == np.uint16
+    np.testing.assert_array_equal(whole(group.samples[0]), routes)
+    # What an engine computes again is not kept.
+    assert group.samples[1].routes == ()
+    broken = json.loads(text)
+    broken["samples"][0]["routes"][1][0] = 4
+    with pytest.raises(ValueError, match="24 bytes"):
+        StoredGroup.model_validate_json(json.dumps(broken))
+
+
+@WITH_C
+@pytest.mark.parametrize("plants", [False, True])
+def test_updates_of_a_run_compute_the_experts_that_the_generator_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plants: bool
+) -> None:
+    for key, value in {"model_type": "qwen3_moe", **FAMILIES["qwen3_moe"][0]}.items():
+        monkeypatch.setitem(small_runs.MODEL, key, value)
+    small_runs.make_inputs(tmp_path)
+    rollouts: list[Rollout] = []
+    updates: list[tuple[Rollout, MicroBatch]] = []
+    generate, accumulate = Replicas.generate, Policy.accumulate
+
+    def generating(self: Replicas, *given: Any, **named: Any) -> Rollout:
+        rollout = generate(self, *given, **named)
+        if plants and rollout.routes is not None:
+            longest = int(np.argmax(rollout.completion_lengths))
+            changed = planted(rollout.samples[longest], 0)
+            samples = [changed if s.number == longest else s for s in rollout.samples]
+            rollout = replace(rollout, samples=tuple(samples))
+        if rollout.routes is not None:
+            rollouts.append(rollout)
+        return rollout
+
+    def accumulating(self: Policy, batches: Sequence[MicroBatch], *others: Any) -> Any:
+        updates.extend((rollouts[-1], batch) for batch in batches)
+        return accumulate(self, batches, *others)
+
+    monkeypatch.setattr(Replicas, "generate", generating)
+    monkeypatch.setattr(Policy, "accumulate", accumulating)
+    words = [*small_runs.ONE_GRAPH, "--rl_config.max_steps", "2"]
+    words += ["--rl_config.dynamic_sampling", "false", "--rl_config.logprob_gap_limit", "null"]
+    run = small_runs.run(tmp_path, tmp_path / "run", *words)
+    assert len(rollouts) == 2 and updates
+    for rollout, batch in updates:
+        own = np.moveaxis(batch.routes, 0, 1).reshape(*batch.tokens.shape, -1, CHOSEN)
+        for number, row in enumerate(batch.rows):
+            for placed in row:
+                expected = whole(rollout.samples[placed.sample])
+                np.testing.assert_array_equal(own[number, placed.inputs], expected)
+    for step in read_metrics(run / "metrics.jsonl"):
+        assert step["moe/routes_replayed"] == 1.0
+        assert (step["logprob_gap/max"] > 0) == plants
