@@ -6,6 +6,7 @@ One process, random weights. Several ranks: the distributed case "experts". Does
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import pytest
 import small_runs
 from small_generators import GROUP, KERNELS, MAX_PROMPT, MAX_TOKENS, VOCAB, WITH_C, kernels_named
 from test_families_in_runs import FAMILIES
+from test_partial_runs import PARTIAL, SAVED, SMALL_CHUNKS
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import PartialGroup, Request, Rollout, Sample, collect
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import SamplingParams
-from mindgrpo.checkpoint.format import StoredGroup, restored_groups, stored_groups
+from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.checkpoint.format import StoredGroup, read_manifest, restored_groups, stored_groups
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
@@ -262,3 +265,25 @@ def test_updates_of_a_run_compute_the_experts_that_the_generator_had(
     for step in read_metrics(run / "metrics.jsonl"):
         assert step["moe/routes_replayed"] == 1.0
         assert (step["logprob_gap/max"] > 0) == plants
+
+
+@WITH_C
+def test_partial_rollouts_that_are_resumed_replay_the_routes_of_the_run_that_never_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of completions that have ended and wait for others, which no engine computes again."""
+    for key, value in {"model_type": "qwen3_moe", **FAMILIES["qwen3_moe"][0]}.items():
+        monkeypatch.setitem(small_runs.MODEL, key, value)
+    small_runs.make_inputs(tmp_path)
+    words = [*PARTIAL, *SMALL_CHUNKS, *SAVED, "--rl_config.max_steps", "2"]
+    whole_run = small_runs.run(tmp_path, tmp_path / "whole", *words)
+    state = read_manifest(folder_of(whole_run, 1)).state
+    kept = [sample for group in state.unfinished for sample in group.samples]
+    assert any(sample.routes for sample in kept)
+    again = tmp_path / "again"
+    shutil.copytree(whole_run, again)
+    shutil.rmtree(folder_of(again, 2))
+    small_runs.run(tmp_path, again, "--resume_training", *words)
+    assert small_runs.rows(again) == small_runs.rows(whole_run)
+    assert all(row["moe/routes_replayed"] == 1.0 for row in small_runs.rows(again))
+    assert small_runs.model_bits(again) == small_runs.model_bits(whole_run)
