@@ -181,9 +181,9 @@ class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
     A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
-    `context` as in attention.py. With experts, if it `reads_plan`, behind the context follow routes and their plan, and if
-    it `chooses`, its choice follows the pair. `is_cached`: `attend` reads keys and values from the plain decoder's cache,
-    or fills it.
+    `context` as in attention.py. With experts, if it `reads_plan`, behind the context follow routes and their plan, and
+    if it `chooses`, its choice follows the pair. `is_cached`: `attend` reads keys and values from the plain decoder's
+    cache, or fills it.
     """
 
     def __init__(
