@@ -5,8 +5,9 @@ Every change is planned before it is proposed.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindgrpo.config import Loaded, config_with
@@ -107,27 +108,31 @@ def _size_of(need: PhaseNeed) -> str:
 
 def _remedies(loaded: Loaded, plan: RunPlan, budget: int) -> Iterator[Remedy]:
     """Yields the cheapest first; none that contains a smaller remedy."""
-    changes = _helpful(loaded, plan, budget)
+    # Those of one change are asked for twice.
+    needs_with = functools.cache(functools.partial(_needs_with, loaded, plan))
+    changes = _helpful(plan, budget, needs_with)
     numbers = range(1, MOST_TOGETHER + 1)
     together = [chosen for number in numbers for chosen in itertools.combinations(changes, number)]
     enough: list[set[Change]] = []
     for chosen in sorted(together, key=lambda chosen: sum(change.price for change in chosen)):
         if any(known <= set(chosen) for known in enough) or not _agree(chosen):
             continue
-        needs = _needs_with(loaded, plan, chosen)
+        needs = needs_with(chosen)
         most = max(needs, key=lambda need: need.total, default=None)
         if most is not None and most.total <= budget:
             enough.append(set(chosen))
             yield Remedy(chosen, most)
 
 
-def _helpful(loaded: Loaded, plan: RunPlan, budget: int) -> list[Change]:
+def _helpful(
+    plan: RunPlan, budget: int, needs_with: Callable[[tuple[Change, ...]], list[PhaseNeed]]
+) -> list[Change]:
     """Returns the changes that take something from a phase that does not fit."""
     over = {need.phase: need.total for need in phase_needs(plan) if need.total > budget}
     return [
         change
         for change in changes_for(plan)
-        if any(need.total < over.get(need.phase, 0) for need in _needs_with(loaded, plan, [change]))
+        if any(need.total < over.get(need.phase, 0) for need in needs_with((change,)))
     ]
 
 
