@@ -12,7 +12,7 @@ from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.models.expert_plan import (
     ExpertPlan,
-    Spread,
+    ExpertSpread,
     TokenShare,
     capacity,
     load_of_fullest,
@@ -130,10 +130,10 @@ def test_every_slot_of_every_rank_meets_its_expert_and_comes_back(
     if kind == "a rank has nothing":
         by_rank[0][:] = -1
     sent = np.stack([rows_by_expert(routes, experts) for routes in by_rank])
-    rows = capacity(sent, Spread(ep, emp, 0), tokens * SLOTS)
+    rows = capacity(sent, ExpertSpread(ep, emp, 0), tokens * SLOTS)
     assert rows >= sent.reshape(len(sent), LAYERS, ep, -1).sum(-1).max()
     plans = [
-        plan_spread(routes, sent, Spread(ep, emp, member), rows)
+        plan_spread(routes, sent, ExpertSpread(ep, emp, member), rows)
         for member, routes in enumerate(by_rank)
     ]
     assert {own.dtype for plan in plans for own in plan} == {np.dtype(np.int32)}
@@ -146,7 +146,7 @@ def test_every_slot_of_every_rank_meets_its_expert_and_comes_back(
 
 
 def test_the_capacity_is_a_multiple_of_an_even_share_and_enough() -> None:
-    spread = Spread(8, 1, 0)
+    spread = ExpertSpread(8, 1, 0)
     even = np.full((8, 1, 16), 3, np.int32)
     assert capacity(even, spread, 48) == 2 * 6
     uneven = even.copy()

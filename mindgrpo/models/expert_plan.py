@@ -36,7 +36,7 @@ class ExpertPlan(NamedTuple):
     as_arrived: np.ndarray
 
 
-class Spread(NamedTuple):
+class ExpertSpread(NamedTuple):
     """How experts are spread: `ep` ranks have other ones, `emp` ranks each other columns; this rank is number `member`
     of both, counted along `emp` first."""
 
@@ -73,7 +73,7 @@ def rows_by_expert(routes: np.ndarray, num_experts: int) -> np.ndarray:
     return np.stack(counts).astype(np.int32)
 
 
-def capacity(sent: np.ndarray, spread: Spread, slots: int) -> int:
+def capacity(sent: np.ndarray, spread: ExpertSpread, slots: int) -> int:
     """Returns the rows that each rank sends to each: enough for all of `sent` int [ranks, ..., E], whose tokens have
     `slots` experts altogether on a rank, and a multiple of few."""
     to_each = sent.reshape(*sent.shape[:-1], spread.ep, -1).sum(-1)
@@ -83,7 +83,9 @@ def capacity(sent: np.ndarray, spread: Spread, slots: int) -> int:
     return min(slots, enough * even)
 
 
-def plan_spread(routes: np.ndarray, sent: np.ndarray, spread: Spread, rows: int) -> ExpertPlan:
+def plan_spread(
+    routes: np.ndarray, sent: np.ndarray, spread: ExpertSpread, rows: int
+) -> ExpertPlan:
     """Plans layers whose experts are spread over ranks.
 
     `routes` int [L, N, K] are this rank's tokens' experts, `sent` int [ranks, L, E] the rows of each expert that each

@@ -13,7 +13,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.models.decoder_config import MoeConfig
-from mindgrpo.models.parallel_cells import Exchange, GatherTokens, ScatterTokens
+from mindgrpo.models.parallel_cells import ExchangeRows, GatherTokens, ScatterTokens
 from mindgrpo.models.shard import Shard, routing
 from mindgrpo.weights.expert_files import BIAS
 
@@ -86,7 +86,7 @@ class SpreadExperts(nn.Cell):
     def __init__(self, shard: Shard, experts: Experts) -> None:
         super().__init__()
         self.experts = experts
-        self.exchange = shard.cell(Exchange, shard.expert_groups["ep",])
+        self.exchange = shard.cell(ExchangeRows, shard.expert_groups["ep",])
         self.take = shard.cell(shard.kernels.take_rows)
         columns, in_float32 = shard.expert_groups["emp",], shard.backend.sums_in_float32
         self.is_cut = columns.size > 1

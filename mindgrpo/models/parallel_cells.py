@@ -143,7 +143,7 @@ class ScatterTokens(nn.Cell):
         return whole.astype(y.dtype), self.zeros(after)
 
 
-class Exchange(nn.Cell):
+class ExchangeRows(nn.Cell):
     """Rows [size * n, H], n for each member of the group -> those that each has for this one, in its order.
 
     The gradient goes the same way back, once everything arrived: in a layer that is computed again, its own exchanges

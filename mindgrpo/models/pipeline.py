@@ -32,8 +32,8 @@ from mindgrpo.models.decoder import (
 )
 from mindgrpo.models.expert_plan import (
     ALL_TOKENS,
+    ExpertSpread,
     ReplayedRoutes,
-    Spread,
     TokenShare,
     capacity,
     count_choices,
@@ -322,7 +322,7 @@ class ForwardPipeline:
             return batches
         routes = [routes_of(batch, packed.routes, self._token_share) for batch in batches]
         mesh, group = self.shard.weights.layout.mesh, self.shard.expert_groups["ep", "emp"]
-        spread = Spread(mesh.ep, mesh.emp, group.index)
+        spread = ExpertSpread(mesh.ep, mesh.emp, group.index)
         if spread.size == 1:
             plans = [plan_experts(own, moe.num_experts) for own in routes]
         else:
