@@ -115,11 +115,13 @@ def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
 
 
 @WITH_AVX512
+@pytest.mark.parametrize("family", ["olmo2", "deepseek_v3"])
 def test_a_family_that_the_loop_lacks_trains_in_two_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its table is embedding and head, which the graph of a token reads before and behind what it writes."""
-    monkeypatch.setitem(small_runs.MODEL, "model_type", "olmo2")
+    for key, value in {"model_type": family, **FAMILIES[family][0]}.items():
+        monkeypatch.setitem(small_runs.MODEL, key, value)
     small_runs.make_inputs(tmp_path)
     words = [*small_runs.ONE_GRAPH, "--rl_config.max_steps", "1"]
     run = small_runs.run(tmp_path, tmp_path / "run", *words, "--context.compute_dtype", "bfloat16")

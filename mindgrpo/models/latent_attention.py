@@ -88,15 +88,16 @@ class LatentAttention(nn.Cell):
         """Mixes latents, of which values are made then -> mixed [N, Q V]."""
         still = self.still
         # [C, Q, S + V] -> [Q, C, ..]
-        matrix = self.kv_matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
+        matrix = self.kv_matrix.astype(queries.dtype)
+        matrix = matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
         by_head = queries[:, :, :still].transpose(1, 0, 2)
-        seeking = self.multiply_back(by_head, matrix[:, :, :still].astype(by_head.dtype))
+        seeking = self.multiply_back(by_head, matrix[:, :, :still])
         seeking = self.laid_out(seeking.transpose(1, 0, 2), queries[:, :, still:])
         keys = self.laid_out(ops.expand_dims(latents, 1), turning)
         mixed = self.attended(ops.concat((seeking, keys, keys), 1), context)
         halves = mixed.reshape(-1, self.heads, 2, (self.rank + self.turning) // 2)
         mixed = halves[:, :, :, : self.rank // 2].reshape(-1, self.heads, self.rank)
-        values = self.multiply(mixed.transpose(1, 0, 2), matrix[:, :, still:].astype(mixed.dtype))
+        values = self.multiply(mixed.transpose(1, 0, 2), matrix[:, :, still:])
         return values.transpose(1, 0, 2).reshape(-1, self.heads * self.value)
 
     def laid_out(self, still: Any, turning: Any) -> Any:
