@@ -19,12 +19,19 @@ GEMMA |= {"layer_types": ["sliding_attention", "full_attention"], "rope_local_ba
 
 
 def config_of(
-    asked: bool | str, train: int = 1, infer: int = 1, use_vllm: int = 0, **context: Any
+    asked: bool | str,
+    train: int = 1,
+    infer: int = 1,
+    use_vllm: int = 0,
+    columns: int = 1,
+    **context: Any,
 ) -> Config:
     context = {"device_target": "CPU", "batch_invariant": asked, **context}
     sections = {
         "context": context,
-        "actor_config": {"parallel_config": {"model_parallel": train}},
+        "actor_config": {
+            "parallel_config": {"model_parallel": train, "expert_tensor_parallel": columns}
+        },
         "generate_config": {"parallel_config": {"model_parallel": infer}, "use_vllm": use_vllm},
     }
     return Config.model_validate(sections)
@@ -36,6 +43,7 @@ def config_of(
         ({"use_vllm": 1}, {}, "vLLM has kernels of its own"),
         ({"backend": "device"}, {}, "only processors in shared memory"),
         ({"mode": 1}, {}, "context.mode is 1"),
+        ({"columns": 2}, {}, "expert_tensor_parallel cuts experts"),
         ({}, GEMMA, "the decode loop in C lacks"),
         ({"train": 1, "infer": 2}, {"vocab_size": 67}, "8 divides"),
         ({"train": 4, "infer": 2}, {"intermediate_size": 44}, "8 divides"),

@@ -32,7 +32,7 @@ HEADS = [
 
 def config(dim: int) -> DecoderConfig:
     class Config:
-        head_dim, rope_theta, rope_scaling = dim, 10000.0, None
+        head_dim, rope_theta, rope_scaling, latent = dim, 10000.0, None, None
 
     return Config()  # type: ignore[return-value]
 
