@@ -59,7 +59,7 @@ GEMMA3 = {
 }
 # Of 2 + 1 layers over two stages, each of which has experts; the first one a dense layer as well.
 QWEN3_MOE = QWEN3 | {
-    "vocab_size": 64,
+    "vocab_size": 80,
     "model_type": "qwen3_moe",
     "num_hidden_layers": 3,
     "num_experts": 4,
