@@ -129,7 +129,8 @@ class Rollout:
     """A generator of one layer with random sizes, its weights, and `rows` samples of a prompt each.
 
     With experts, the layer has those of ROUTING. Of several ranks, `ids` being their numbers in a group, this is number
-    `rank`: all attend, but the first one alone adds what that gives; each has a share of experts and vocabulary.
+    `rank`: all attend, but the first one alone adds what that gives; each has a share of the vocabulary, and of experts
+    unless it `has_all` of them.
     """
 
     def __init__(
@@ -139,11 +140,15 @@ class Rollout:
         has_experts: bool = False,
         ids: Sequence[int] = (-1,),
         rank: int = 0,
+        has_all: bool = False,
     ) -> None:
         kv, dim, hidden, inner = size(rng, 2), 2 * size(rng, 20), size(rng, 70), size(rng, 90)
         self.heads = Heads(kv * size(rng, 3), kv, dim)
         self.rows, vocab, self.room = rows, size(rng, 200), 16
-        total, own = ROUTING.num_experts, ROUTING.num_experts // len(ids)
+        total = ROUTING.num_experts
+        own = total if has_all else total // len(ids)
+        first = 0 if has_all else own * rank
+        of_layer = LocalExperts(ROUTING, first, own, inner, (0,), -1 if has_all else ids[rank])
         width = -(-vocab // len(ids))
         tokens = slice(width * rank, min(vocab, width * (rank + 1)))
         share = LocalModelShape(
@@ -156,7 +161,7 @@ class Rollout:
             len(ids),
             rank,
             ids[rank],
-            experts=LocalExperts(ROUTING, own * rank, own, inner, (0,)) if has_experts else None,
+            experts=of_layer if has_experts else None,
         )
         positions, count = 2 * rows * self.room, max(rows, 16)
         floats_a_row = max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner, vocab)
@@ -194,7 +199,7 @@ class Rollout:
         held, part = self.layer, np.zeros((width, hidden), np.float32)
         part[: tokens.stop - tokens.start] = table[tokens]
         if has_experts:
-            mine = slice(own * rank, own * (rank + 1))
+            mine = slice(first, first + own)
             held = held._replace(gate_up=held.gate_up[mine], down=held.down[mine])
         if rank:
             held = held._replace(out=np.zeros_like(held.out))
@@ -295,11 +300,12 @@ def test_rollouts_of_any_number_of_rows_give_numpys_log_probs(rows: int, has_exp
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_experts_that_ranks_share_out_change_no_bit(rows: int) -> None:
+@pytest.mark.parametrize("has_all", [False, True])
+def test_experts_that_ranks_share_out_or_all_have_change_no_bit(rows: int, has_all: bool) -> None:
     whole = Rollout(default_rng(rows), rows, has_experts=True)
     whole.run()
     group = slots_by_hand.ThreadGroup(2)
-    ranks = [Rollout(default_rng(rows), rows, True, group.ids, rank) for rank in range(2)]
+    ranks = [Rollout(default_rng(rows), rows, True, group.ids, rank, has_all) for rank in range(2)]
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(Rollout.run, ranks))
     for rank in ranks:

@@ -304,8 +304,9 @@ class Shard:
         return (kernels.exact_embedding if exact else kernels.embedding)(self.first_token)
 
     def experts(self) -> LocalExperts | None:
-        mesh = self.weights.layout.mesh
-        return local_experts(self.config, mesh.ep, mesh.index(self.weights.rank, "ep"))
+        mesh, group = self.weights.layout.mesh, self.expert_groups["ep",]
+        own = local_experts(self.config, mesh.ep, mesh.index(self.weights.rank, "ep"))
+        return own and replace(own, group=group.kernel_id)
 
     def __getitem__(self, key: str) -> Any:
         return self.parameters[key]

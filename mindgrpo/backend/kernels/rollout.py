@@ -18,13 +18,17 @@ from mindgrpo.backend.kernels.shapes import Heads, Routing, Vocabulary
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """This rank's experts, `count` from number `first` on, each `inner` wide, and the layers that have experts."""
+    """This rank's experts, `count` from number `first` on, each `inner` wide, and the layers that have experts.
+
+    `group` is what kernels know the ranks by that have the others (Group.kernel_id).
+    """
 
     routing: Routing
     first: int
     count: int
     inner: int
     layers: tuple[int, ...]
+    group: int = -1
 
 
 @dataclass(frozen=True)

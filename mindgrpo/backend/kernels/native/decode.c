@@ -289,14 +289,14 @@ static void experts(void *task, Member member) {
     for (int64_t i = begin; i < end; i++) gate_row(s.both + 2 * i * inner, inner, s.both + 2 * i * inner);
     pool_meet(member);
     expert_products(w, counts, member, DOWN, hidden, inner, s.both, 2 * inner, w->second, s.y);
-    if (g->tp_size > 1) place_slots(w, &s, member);
+    if (g->local_experts < g->experts) place_slots(w, &s, member);
 }
 
 /* Adds each row's slots in their order, as the trainer does. */
 static void add_slots(void *task, Member member) {
     const Work *w = task;
     const ExpertWork s = expert_work(w);
-    const float *made = w->g->tp_size > 1 ? s.taken : s.y;
+    const float *made = w->g->local_experts < w->g->experts ? s.taken : s.y;
     int64_t hidden = w->g->hidden, slots = w->g->routed, begin, end;
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++)
@@ -306,8 +306,8 @@ static void add_slots(void *task, Member member) {
 /* A slot is one rank's, so its sum over ranks is exact. */
 static int run_experts(const Call *call, Work *w) {
     int status = run_products(call, experts, w);
-    if (!status)
-        status = sum_over_ranks(call, w->g->group, expert_work(w).taken, w->rows * w->g->routed * w->g->hidden);
+    if (!status && w->g->local_experts < w->g->experts)
+        status = sum_over_ranks(call, w->g->expert_group, expert_work(w).taken, w->rows * w->g->routed * w->g->hidden);
     if (!status) pool_run(add_slots, w);
     return status;
 }

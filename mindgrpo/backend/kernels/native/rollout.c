@@ -98,5 +98,7 @@ int check_ready(const Call *call, const Rollout *g) {
         is_complete &= layer_weights(g, i)->norm && layer_weights(g, i)->down && !layer_weights(g, i)->router == (g->expert_layer[i] < 0);
     if (!is_complete) return refuse(call, "the generator was not given all its weights");
     if (g->tp_size > 1 && g->group < 0) return refuse(call, "ranks share the model, but it knows no group of theirs");
+    if (g->local_experts < g->experts && g->expert_group < 0)
+        return refuse(call, "ranks share the experts, but it knows no group of theirs");
     return 0;
 }

@@ -20,9 +20,10 @@
     /* this rank's share of the model */                                                                         \
     NUMBER(int64_t, layers) NUMBER(int64_t, hidden) NUMBER(int64_t, inner) NUMBER(int64_t, queries)              \
     NUMBER(int64_t, kv) NUMBER(int64_t, dim) NUMBER(double, eps) NUMBER(double, score_scale) ARRAY(float, rotary, 2 * g->dim)                \
-    /* experts: of all ranks, this one's, how many a token goes to; how their scores are made (experts.h); each layer's \
-     * number among those with experts, -1 for the others */                                                         \
-    NUMBER(int64_t, experts) NUMBER(int64_t, first_expert) NUMBER(int64_t, local_experts) NUMBER(int64_t, routed)     \
+    /* experts: of all ranks, this one's, the group with the others, how many a token goes to; how their scores are made \
+     * (experts.h); each layer's number among those with experts, -1 for the others */                               \
+    NUMBER(int64_t, experts) NUMBER(int64_t, first_expert) NUMBER(int64_t, local_experts)                             \
+    NUMBER(int64_t, expert_group) NUMBER(int64_t, routed)                                                             \
     NUMBER(int64_t, expert_inner) NUMBER(int64_t, is_sigmoid) NUMBER(int64_t, renormalises) NUMBER(double, scaling)   \
     NUMBER(int64_t, expert_layers) ARRAY(int32_t, expert_layer, g->layers)                                            \
     NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \

@@ -141,6 +141,7 @@ def _expert_numbers(experts: LocalExperts | None) -> dict[str, float]:
         "scaling": routing.scaling,
         "first_expert": experts.first,
         "local_experts": experts.count,
+        "expert_group": experts.group,
         "expert_inner": experts.inner,
         "expert_layers": len(experts.layers),
     }
