@@ -305,41 +305,23 @@ int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
     return group_gather_bytes(id, mine, sizes, all);
 }
 
-/* out = the members' sum of their block `index` of `count` floats each, added as group_sum adds; each member adds its own
- * block alone. */
-static int scatter_sum(int32_t id, const float *mine, int64_t count, float *out) {
+/* Of every member's block `index` of `count` floats: with `sums`, out is their sum, added as group_sum adds, by each member
+ * its own block alone; else out[i] is member i's. */
+static int share_blocks(int32_t id, const float *mine, int64_t count, int sums, float *out) {
     int status;
     Group *g = begin(id, &status);
     if (!g) return status;
-    int64_t block = count * (int64_t)sizeof(float), room = g->slot_bytes / g->size / 64 * 64;
-    if (!room) return end(g, GROUP_NO_ROOM);
-    for (int64_t at = 0; at < block && !status; at += room) {
-        int half = ++g->number & 1;
-        int64_t bytes = piece_of(block, at, room), own = g->index * room;
-        for (int i = 0; i < g->size; i++)
-            memcpy(slot(g, half, g->index) + i * room, (const char *)mine + i * block + at, bytes);
-        if ((status = meet(g, INT64_MIN + block))) break;
-        add(g, half, FLOAT32, own, bytes);
-        memcpy((char *)out + at, slot(g, half, 0) + own, bytes);
-    }
-    return end(g, status);
-}
-
-/* out[i] = member i's block `index` of `count` floats, for each of the members. */
-static int exchange(int32_t id, const float *mine, int64_t count, float *out) {
-    int status;
-    Group *g = begin(id, &status);
-    if (!g) return status;
-    int64_t block = count * (int64_t)sizeof(float), room = g->slot_bytes / g->size / 64 * 64;
+    int64_t block = count * (int64_t)sizeof(float), room = g->slot_bytes / g->size / 64 * 64, own = g->index * room;
     if (!room) return end(g, GROUP_NO_ROOM);
     for (int64_t at = 0; at < block && !status; at += room) {
         int half = ++g->number & 1;
         int64_t bytes = piece_of(block, at, room);
         for (int i = 0; i < g->size; i++)
             memcpy(slot(g, half, g->index) + i * room, (const char *)mine + i * block + at, bytes);
-        if ((status = meet(g, INT64_MIN / 4 + block))) break;
-        for (int i = 0; i < g->size; i++)
-            memcpy((char *)out + i * block + at, slot(g, half, i) + g->index * room, bytes);
+        if ((status = meet(g, (sums ? INT64_MIN : INT64_MIN / 4) + block))) break;
+        if (sums) add(g, half, FLOAT32, own, bytes);
+        for (int i = 0; i < (sums ? 1 : g->size); i++)
+            memcpy((char *)out + i * block + at, slot(g, half, i) + own, bytes);
     }
     return end(g, status);
 }
@@ -361,9 +343,14 @@ KERNEL(shared_sum, "x f32[...], group i32[1] -> sum f32[...]") {
     return reported(call, group_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
 }
 
-int gather_over_ranks(const Call *call, int64_t group, int64_t size, const float *mine, int64_t count, float *all) {
+static int check_parts(const Call *call, int64_t group, int64_t parts) {
     const Group *g = find((int32_t)group);
-    if (g && g->size != size) return refuse(call, "%ld parts for the %d members of group %ld", size, g->size, group);
+    if (!g || g->size == parts) return 0;
+    return refuse(call, "%ld parts for the %d members of group %ld", parts, g->size, group);
+}
+
+int gather_over_ranks(const Call *call, int64_t group, int64_t size, const float *mine, int64_t count, float *all) {
+    if (check_parts(call, group, size)) return KERNEL_REFUSED;
     return reported(call, group_gather((int32_t)group, mine, count, all));
 }
 
@@ -374,16 +361,12 @@ KERNEL(shared_gather, "x f32[...], group i32[1] -> all f32[S, ...]") {
 
 KERNEL(shared_scatter_sum, "x f32[S, ...], group i32[1] -> sum f32[...]") {
     int32_t id = *(const int32_t *)call->params[1];
-    const Group *g = find(id);
-    if (g && g->size != dim(call, 'S'))
-        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
-    return reported(call, scatter_sum(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
+    if (check_parts(call, id, dim(call, 'S'))) return KERNEL_REFUSED;
+    return reported(call, share_blocks(id, call->params[0], call->dims[ANY_SHAPE], 1, call->params[2]));
 }
 
 KERNEL(shared_exchange, "x f32[S, ...], group i32[1] -> y f32[S, ...]") {
     int32_t id = *(const int32_t *)call->params[1];
-    const Group *g = find(id);
-    if (g && g->size != dim(call, 'S'))
-        return refuse(call, "%ld parts for the %d members of group %d", dim(call, 'S'), g->size, id);
-    return reported(call, exchange(id, call->params[0], call->dims[ANY_SHAPE], call->params[2]));
+    if (check_parts(call, id, dim(call, 'S'))) return KERNEL_REFUSED;
+    return reported(call, share_blocks(id, call->params[0], call->dims[ANY_SHAPE], 0, call->params[2]));
 }
