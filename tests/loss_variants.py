@@ -7,9 +7,12 @@ from dataclasses import replace
 import numpy as np
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.losses import Tokens, importance_ratio, token_weights
+from mindgrpo.algorithm.losses import token_weights
+from mindgrpo.algorithm.surrogates import Tokens, importance_ratio
 
 LENGTHS = np.array([5, 1, 9, 0, 4, 6, 3])
+# One of prompts has a sample without tokens, another one that does not count.
+GROUPS = np.array([0, 0, 1, 1, 2, 2, 3])
 COUNTED = np.array([True, True, True, True, False, True, True])
 # At sequence level, a sample each: inside, above, below, -, above but not counted, above, below.
 MEANS = np.array([0.02, 0.2, -0.15, 0.0, 0.3, 0.15, -0.1])
@@ -27,6 +30,7 @@ VARIANTS: dict[str, LossConfig] = {
     "dr_grpo": replace(WIDE, loss_type="dr_grpo", beta=0.05),
     "dapo, entropy": replace(WIDE, loss_type="dapo", entropy_coef=0.03),
     "cispo": replace(WIDE, loss_type="cispo"),
+    "cispo, by prompt": replace(WIDE, loss_type="cispo", loss_aggregation="prompt_mean"),
     "cispo without a lower end, all terms": replace(
         WIDE, loss_type="cispo", epsilon_low=1.0, beta=0.05, entropy_coef=0.03, corrected=True
     ),
@@ -52,7 +56,7 @@ def tokens_of(loss_config: LossConfig, on_policy: bool = False, seed: int = 0) -
     if loss_config.by_sequence:
         sums = np.bincount(owners, steps, minlength=len(LENGTHS))
         steps = steps + (MEANS - sums / np.maximum(LENGTHS, 1))[owners]
-    weights = token_weights(LENGTHS, loss_config, COUNTED)[owners]
+    weights = token_weights(LENGTHS, loss_config, COUNTED, GROUPS)[owners]
     advantages = rng.normal(size=count)
     if loss_config.by_sequence:
         advantages = SIGNS[owners]

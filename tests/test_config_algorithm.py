@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
+from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.surrogates import SURROGATES
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.rl import AlgorithmKeys
 from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.run.banner import algorithm_lines
+from mindgrpo.training.surrogates import CELLS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
 
@@ -32,7 +35,7 @@ def config(**keys: Any) -> Config:
         ({"loss_type": "cispo", "dual_clip": 3.0}, "set rl_config.dual_clip to null"),
         (
             {"loss_type": "cispo", "importance_sampling_level": "sequence"},
-            "weighs each token by its own",
+            "cispo is defined with rl_config.importance_sampling_level token",
         ),
         ({"delta": 4.0, "dual_clip": 3.0}, "bound the same ratios"),
         ({"delta": 1.2, "epsilon_high": 0.2}, "must be above 1 + rl_config.epsilon_high"),
@@ -130,6 +133,16 @@ def test_the_correction_reaches_loss_and_advantages_with_its_cap() -> None:
     assert advantage_config(on).correction_cap == 2.0
     capped = config(importance_sampling_correction="token_truncate", importance_sampling_cap=5.0)
     assert advantage_config(capped).correction_cap == 5.0
+
+
+def test_every_loss_has_its_papers_clip_unless_another_is_set() -> None:
+    assert set(LOSS_TYPES) == set(get_args(AlgorithmKeys.model_fields["loss_type"].annotation))
+    assert {loss.surrogate for loss in LOSS_TYPES.values()} == set(SURROGATES) == set(CELLS)
+    for name, loss in LOSS_TYPES.items():
+        made = loss_config(config(loss_type=name, importance_sampling_level=loss.levels[0]))
+        assert loss.epsilon in (None, (made.epsilon_low, made.epsilon_high))
+    mixed = loss_config(config(loss_type="dapo", epsilon_high=0.28))
+    assert (mixed.epsilon_low, mixed.epsilon_high) == (0.2, 0.28)
 
 
 def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed() -> None:

@@ -66,7 +66,7 @@ def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
         ("rl_config.beta", ["takes    a number, at least 0", "default  0.01", "kl_loss_coef"]),
         ("beta", ["rl_config.beta: "]),
         ("--dataset_file", ["rl_config.dataset_file: ", "flag     --dataset_file, --rl_config."]),
-        ("clip_ratio", ["clip_ratio is called rl_config.epsilon_low here: both", "default  0.2"]),
+        ("clip_ratio", ["clip_ratio is called rl_config.epsilon_low here: both", "default  null"]),
         ("actor_config.clip_ratio", ["is called rl_config.epsilon_low here: both"]),
         ("actor_rollout_ref.rollout.n", ["n is called rl_config.num_generations here."]),
         (

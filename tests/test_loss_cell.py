@@ -16,7 +16,8 @@ from loss_variants import LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindspore import Tensor
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.losses import Tokens, policy_loss
+from mindgrpo.algorithm.losses import policy_loss
+from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.training.stage_graphs import PolicyLoss
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from loss_variants import COUNTED, LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
+from loss_variants import COUNTED, GROUPS, LENGTHS, VARIANTS, WIDE, tokens_of
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, LossConfig
 from mindgrpo.algorithm.losses import (
-    Tokens,
     clipped,
     kl_estimate,
     policy_loss,
     token_weights,
 )
+from mindgrpo.algorithm.surrogates import Tokens
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -48,13 +48,22 @@ def kl_of(logp: float, reference: float, estimator: str) -> float:
     }[estimator]
 
 
-def weight_of(length: int, o: LossConfig) -> float:
-    kept = [n for n, counts in zip(LENGTHS.tolist(), COUNTED, strict=True) if counts]
-    if o.loss_type == "grpo":
-        return 1 / len(kept) / length
-    if o.loss_type == "dr_grpo":
-        return 1 / len(kept) / o.max_completion_length
-    return 1 / sum(kept)
+# What each loss is averaged over in its paper.
+PAPERS = {"grpo": "sample_mean", "dr_grpo": "constant"}
+
+
+def weight_of(i: int, o: LossConfig) -> float:
+    """The weight of each token of sample i, which counts."""
+    of = {j: int(LENGTHS[j]) for j in range(len(LENGTHS)) if COUNTED[j]}
+    kind = o.loss_aggregation or PAPERS.get(o.loss_type, "token_mean")
+    if kind == "sample_mean":
+        return 1 / len(of) / of[i]
+    if kind == "constant":
+        return 1 / len(of) / o.max_completion_length
+    if kind == "prompt_mean":
+        own = sum(n for j, n in of.items() if GROUPS[j] == GROUPS[i])
+        return 1 / len({int(GROUPS[j]) for j in of}) / own
+    return 1 / sum(of.values())
 
 
 def transcribed(t: Tokens, o: LossConfig) -> float:
@@ -73,7 +82,7 @@ def transcribed(t: Tokens, o: LossConfig) -> float:
             term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
             term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
             term -= o.entropy_coef * t.entropy[k]
-            total += weight_of(length, o) * term
+            total += weight_of(i, o) * term
     return total
 
 
@@ -92,16 +101,17 @@ def test_the_tokens_of_the_tests_tell_every_variant_from_the_others() -> None:
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("aggregation", [None, "prompt_mean", "constant", "token_mean"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_weights_are_those_of_the_formula_and_none_where_a_sample_does_not_count(
-    loss_type: str,
+    loss_type: str, aggregation: str | None
 ) -> None:
-    loss_config = replace(WIDE, loss_type=loss_type)
-    found = token_weights(LENGTHS, loss_config, COUNTED)
+    loss_config = replace(WIDE, loss_type=loss_type, loss_aggregation=aggregation)
+    found = token_weights(LENGTHS, loss_config, COUNTED, GROUPS)
     assert found.dtype == np.float32
-    for weight, length, counts in zip(found, LENGTHS.tolist(), COUNTED, strict=True):
-        if length:
-            expected = weight_of(length, loss_config) if counts else 0.0
+    for i, weight in enumerate(found):
+        if LENGTHS[i]:
+            expected = weight_of(i, loss_config) if COUNTED[i] else 0.0
             assert weight == pytest.approx(expected, rel=1e-6)
 
 
@@ -139,9 +149,14 @@ def test_where_no_sample_counts_all_weights_are_zero_and_finite(loss_type: str) 
 
 
 def test_samples_that_do_not_count_change_nothing_whatever_they_hold() -> None:
-    for loss_config in (WIDE, replace(WIDE, loss_type="dapo"), replace(NARROW, beta=0.1)):
-        alone = token_weights(LENGTHS[COUNTED], loss_config)
-        np.testing.assert_array_equal(token_weights(LENGTHS, loss_config, COUNTED)[COUNTED], alone)
+    for loss_config in (
+        WIDE,
+        replace(WIDE, loss_type="dapo"),
+        replace(WIDE, loss_aggregation="prompt_mean"),
+    ):
+        alone = token_weights(LENGTHS[COUNTED], loss_config, groups=GROUPS[COUNTED])
+        found = token_weights(LENGTHS, loss_config, COUNTED, GROUPS)
+        np.testing.assert_array_equal(found[COUNTED], alone)
 
 
 def test_k3_is_never_negative_and_every_estimate_is_zero_where_both_agree() -> None:

@@ -14,10 +14,11 @@ import pytest
 
 from mindgrpo.algorithm import packing
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.losses import Tokens, policy_loss, token_weights
+from mindgrpo.algorithm.losses import policy_loss, token_weights
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout, pack
 from mindgrpo.algorithm.sample import Rollout, TrainBatch
+from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
@@ -342,9 +343,7 @@ def test_samples_without_advantage_need_no_backward_pass(
 def test_samples_without_advantage_have_a_gradient_by_kl_and_by_entropy(
     policy_of: PolicyOf, packed: Outcome, term: dict[str, float]
 ) -> None:
-    settings = replace(
-        SETTINGS, shape=MicroShape(1, 24, 1), loss_config=LossConfig(0.1, 0.1, **term)
-    )
+    settings = replace(SETTINGS, shape=MicroShape(1, 24, 1), loss_config=LossConfig(**term))
     given = elaborate(packed)
     given.advantages[:] = 0.0
     assert one_update(policy_of(settings), given).report.grad_norm > 1e-3

@@ -1,6 +1,7 @@
 """Holds the algorithm's settings: LossConfig for the loss, AdvantageConfig for its advantages, masks and weights.
 
-Defaults that rl_config has too stand here alone. Imports nothing, so that the configuration can import it.
+`LOSS_TYPES` declares every loss. Defaults that rl_config has too stand here alone. Imports nothing, so that the
+configuration can import it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,45 @@ STD_FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
+class LossType:
+    """What a value of rl_config.loss_type stands for.
+
+    `surrogate` is a function of algorithm/surrogates.py and a cell of training/surrogates.py. `aggregation` is its
+    paper's, of `losses.token_weights`, and `levels` are the importance_sampling_levels that it is defined with.
+    `epsilon` are its paper's epsilon_low and epsilon_high; None: it clips nothing. `keys` are the keys of rl_config
+    with null as their default that it reads. `of_samples`: the surrogate of a token depends on its whole sample.
+    """
+
+    surrogate: str
+    aggregation: str
+    levels: tuple[str, ...] = ("token",)
+    epsilon: tuple[float, float] | None = (0.2, 0.2)
+    keys: tuple[str, ...] = ()
+    of_samples: bool = False
+
+
+BY_TOKEN_OR_SEQUENCE, CLIP_BOUNDS = ("token", "sequence"), ("delta", "dual_clip")
+LOSS_TYPES = {
+    "grpo": LossType("clip", "sample_mean", BY_TOKEN_OR_SEQUENCE, keys=CLIP_BOUNDS),
+    "bnpo": LossType("clip", "token_mean", BY_TOKEN_OR_SEQUENCE, keys=CLIP_BOUNDS),
+    "dr_grpo": LossType("clip", "constant", BY_TOKEN_OR_SEQUENCE, keys=CLIP_BOUNDS),
+    "dapo": LossType("clip", "token_mean", BY_TOKEN_OR_SEQUENCE, keys=CLIP_BOUNDS),
+    "cispo": LossType("cispo", "token_mean"),
+}
+
+
+@dataclass(frozen=True)
 class LossConfig:
     """Everything that the graph of the loss depends on; names are those of rl_config.
 
     `beta` is the weight of the KL term in the loss: 0 where there is none, or where it is part of the reward.
-    `corrected` says that the policy's term is multiplied by weights that correct for the generator's log-probs.
-    `max_completion_length` in tokens is what dr_grpo divides by.
+    `loss_aggregation` None is that of the loss type. `corrected` says that the policy's term is multiplied by weights
+    that correct for the generator's log-probs.
+    `max_completion_length` in tokens is what the aggregation `constant` divides by.
     """
 
     loss_type: str = "grpo"
+    loss_aggregation: str | None = None
     importance_sampling_level: str = "token"
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
@@ -33,8 +64,21 @@ class LossConfig:
     max_completion_length: int = 1
 
     @property
+    def surrogate(self) -> str:
+        return LOSS_TYPES[self.loss_type].surrogate
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss_aggregation or LOSS_TYPES[self.loss_type].aggregation
+
+    @property
     def by_sequence(self) -> bool:
         return self.importance_sampling_level == "sequence"
+
+    @property
+    def of_samples(self) -> bool:
+        """Returns whether a token's term depends on other tokens of its sample."""
+        return self.by_sequence or LOSS_TYPES[self.loss_type].of_samples
 
 
 @dataclass(frozen=True)

@@ -6,37 +6,45 @@ Pure numpy. The graph that is differentiated is in training/stage_graphs.py; `po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.surrogates import SURROGATES, Tokens, importance_ratio
 
 
 def token_weights(
     lengths: Sequence[int] | np.ndarray,
     loss_config: LossConfig,
     sample_mask: np.ndarray | None = None,
+    groups: Sequence[int] | np.ndarray | None = None,
 ) -> np.ndarray:
     """Returns float32 [samples], the weight in the loss of each token of a sample, over the whole of an update.
 
     With N samples, `lengths` |o_i| being the tokens of each that the policy wrote:
-      grpo            1 / (N |o_i|)      DeepSeekMath, arXiv:2402.03300, equation 3
-      bnpo, dapo      1 / sum_j |o_j|    DAPO, arXiv:2503.14476, equation 12
-      cispo           1 / sum_j |o_j|    MiniMax-M1, arXiv:2506.13585, equation 4
-      dr_grpo         1 / (N L)          Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
+      sample_mean   1 / (N |o_i|)                  DeepSeekMath, arXiv:2402.03300, equation 3
+      token_mean    1 / sum_j |o_j|                DAPO, arXiv:2503.14476, equation 12
+      constant      1 / (N L)                      Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
+      prompt_mean   1 / (P sum_{j of i's group} |o_j|)   ScaleRL, arXiv:2510.13786, of P groups
 
     N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
     bnpo's local batch is the update for the same reason. Samples outside of `sample_mask` (bool [samples]; DAPO's
-    over-long filtering, section 3.4) weigh nothing and count neither in N nor in the sum.
+    over-long filtering, section 3.4) weigh nothing and count neither in N, in P nor in a sum. `groups` int [samples]
+    says which samples have one prompt; None: each has its own. Of a group that several updates share, each counts its
+    samples.
     """
     sizes = np.asarray(lengths, np.float64)
     mask = np.ones(sizes.size) if sample_mask is None else np.asarray(sample_mask, np.float64)
     number = max(1.0, mask.sum())
-    if loss_config.loss_type == "grpo":
+    if loss_config.aggregation == "sample_mean":
         weights = 1.0 / (np.maximum(sizes, 1.0) * number)
-    elif loss_config.loss_type == "dr_grpo":
+    elif loss_config.aggregation == "constant":
         weights = np.full(sizes.size, 1.0 / (number * loss_config.max_completion_length))
+    elif loss_config.aggregation == "prompt_mean":
+        of = np.unique(np.arange(sizes.size) if groups is None else groups, return_inverse=True)[1]
+        counted = np.bincount(of, mask) > 0
+        tokens = np.maximum(np.bincount(of, sizes * mask), 1.0)
+        weights = 1.0 / (tokens[of] * max(1.0, counted.sum()))
     else:
         weights = np.full(sizes.size, 1.0 / max(1.0, float((sizes * mask).sum())))
     return (weights * mask).astype(np.float32)
@@ -70,78 +78,14 @@ def has_gradient(
     return weighted & np.array([bool(np.any(value)) for value in advantages], bool)
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """An update's tokens that the policy wrote, sample after sample: float [tokens] each, `lengths` int [samples]."""
-
-    logps: np.ndarray
-    old: np.ndarray
-    reference: np.ndarray
-    entropy: np.ndarray
-    advantages: np.ndarray
-    weights: np.ndarray
-    rollout_is_weights: np.ndarray
-    lengths: np.ndarray
-
-
-def importance_ratio(
-    logps: np.ndarray, old: np.ndarray, lengths: np.ndarray, level: str
-) -> np.ndarray:
-    """Computes the ratio rho of each token, float [tokens]: at level "token" exp(logp_t - old_t).
-
-    At level "sequence" the exponential of that difference's mean over the sample, for all its tokens (GSPO,
-    arXiv:2507.18071, equation 7).
-    """
-    difference = logps - old
-    if level == "sequence":
-        owners = np.repeat(np.arange(len(lengths)), lengths)
-        sums = np.bincount(owners, difference, minlength=len(lengths))
-        difference = (sums / np.maximum(lengths, 1))[owners]
-    return np.exp(difference)
-
-
-def surrogate(ratio: np.ndarray, advantages: np.ndarray, loss_config: LossConfig) -> np.ndarray:
-    """Computes the clipped surrogate, which is maximised, per token.
-
-    min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3; separate low and high: DAPO,
-    arXiv:2503.14476, equation 10). Two-sided: rho in the first term is min(rho, delta) (INTELLECT-2, arXiv:2505.07291,
-    two-sided clipping). Dual clip: not below c A where A < 0 (arXiv:1912.09729, equation 5).
-    """
-    bounded = ratio if loss_config.delta is None else np.minimum(ratio, loss_config.delta)
-    clipped = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
-    value = np.minimum(bounded * advantages, clipped * advantages)
-    if loss_config.dual_clip is not None:
-        floor = loss_config.dual_clip * advantages
-        value = np.where(advantages < 0, np.maximum(value, floor), value)
-    return np.asarray(value)
-
-
-def cispo_surrogate(
-    ratio: np.ndarray, advantages: np.ndarray, logps: np.ndarray, loss_config: LossConfig
-) -> np.ndarray:
-    """Computes sg(clip(rho, 1 - low, 1 + high)) A logp per token; the weight is a constant, so no token loses its
-    gradient.
-
-    (MiniMax-M1, arXiv:2506.13585, equations 4 and 5.)
-    """
-    weight = np.clip(ratio, 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high)
-    return np.asarray(weight * advantages * logps)
-
-
 def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None = None) -> float:
     """Computes the loss sum_t w_t (-f_t S_t + beta KL_t - c H_t).
 
-    S is the surrogate, f the importance weight that corrects for the generator, H the entropy. `held` float [tokens]
-    are log-probs to use where the loss has stop-gradients, for finite differences; None: the policy's.
+    S is the surrogate (surrogates.py), f the importance weight that corrects for the generator, H the entropy. `held`
+    float [tokens] are log-probs to use where the loss has stop-gradients, for finite differences; None: the policy's.
     """
-    level = loss_config.importance_sampling_level
-    if loss_config.loss_type == "cispo":
-        constant = tokens.logps if held is None else held
-        ratio = importance_ratio(constant, tokens.old, tokens.lengths, level)
-        gain = cispo_surrogate(ratio, tokens.advantages, tokens.logps, loss_config)
-    else:
-        ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
-        gain = surrogate(ratio, tokens.advantages, loss_config)
+    held = tokens.logps if held is None else held
+    gain = SURROGATES[loss_config.surrogate](tokens, loss_config, held)
     terms = -tokens.rollout_is_weights * gain
     if loss_config.beta > 0:
         terms = terms + loss_config.beta * kl_estimate(
@@ -170,7 +114,7 @@ def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.nda
         advantages = (sums / np.maximum(tokens.lengths, 1))[rows]
         ratio = ratio[starts[rows]]
     low, high = ratio < 1.0 - loss_config.epsilon_low, ratio > 1.0 + loss_config.epsilon_high
-    if loss_config.loss_type == "cispo":
+    if loss_config.surrogate == "cispo":
         return low, high
     low, high = low & (advantages < 0), high & (advantages > 0)
     bound = loss_config.delta if loss_config.dual_clip is None else loss_config.dual_clip

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import normpath
 
+from mindgrpo.algorithm.loss_config import LOSS_TYPES
 from mindgrpo.config.observation import TENSORBOARD, MonitorConfig, ProfilerConfig
-from mindgrpo.config.rl import SCALES, RewardConfig, RLConfig
+from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import (
     ActorConfig,
     GenerateConfig,
@@ -176,97 +177,6 @@ def tracker_contradictions(rl: RLConfig, monitor: MonitorConfig) -> Iterator[str
         )
 
 
-def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
-    yield from _clips(rl)
-    yield from _estimator(rl)
-    yield from _kl_in_reward(rl)
-    yield from _switched_off(rl)
-
-
-def _clips(rl: RLConfig) -> Iterator[str]:
-    if rl.loss_type == "cispo":
-        for name, value in (("delta", rl.delta), ("dual_clip", rl.dual_clip)):
-            if value is not None:
-                yield (
-                    f"rl_config.{name} is {value}, but rl_config.loss_type cispo already bounds every ratio at "
-                    f"1 + epsilon_high; set rl_config.{name} to null"
-                )
-        if rl.importance_sampling_level == "sequence":
-            yield (
-                "rl_config.importance_sampling_level sequence clips a sample's ratio, and rl_config.loss_type cispo "
-                "weighs each token by its own; set one of them to token or to grpo"
-            )
-    if rl.delta is not None and rl.dual_clip is not None:
-        yield (
-            f"rl_config.delta {rl.delta} and rl_config.dual_clip {rl.dual_clip} bound the same ratios, those of "
-            "negative advantages; set one of them to null"
-        )
-    if rl.delta is not None and rl.delta <= 1 + rl.epsilon_high:
-        yield (
-            f"rl_config.delta {rl.delta} must be above 1 + rl_config.epsilon_high, which is "
-            f"{1 + rl.epsilon_high:g}, or it would undo that clip; raise rl_config.delta"
-        )
-
-
-def _estimator(rl: RLConfig) -> Iterator[str]:
-    estimator, scale = rl.advantage_estimator, SCALES[rl.advantage_estimator]
-    if rl.num_generations == 1 and estimator != "reinforce_plus_plus":
-        yield (
-            f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
-            "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
-            "reinforce_plus_plus"
-        )
-    if rl.num_generations == 1 and rl.dynamic_sampling:
-        yield (
-            "rl_config.dynamic_sampling replaces groups whose rewards are all equal, and a group of "
-            "rl_config.num_generations 1 always is; raise num_generations or turn dynamic_sampling off"
-        )
-    if estimator != "grpo" and rl.reward_scale != scale:
-        yield (
-            f"rl_config.scale_rewards is {rl.scale_rewards}, but rl_config.advantage_estimator "
-            f"{estimator} is defined with {scale}; leave scale_rewards out or use grpo"
-        )
-
-
-def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
-    if rl.kl_in_reward and rl.beta == 0:
-        yield (
-            "rl_config.kl_in_reward is true, but rl_config.beta is 0, so there is no KL to take from the rewards; "
-            "raise beta or set kl_in_reward to false"
-        )
-    per_token = rl.kl_in_reward and rl.advantage_estimator.startswith("reinforce_plus_plus")
-    if per_token and rl.importance_sampling_level == "sequence":
-        yield (
-            f"rl_config.kl_in_reward with rl_config.advantage_estimator {rl.advantage_estimator} gives every token "
-            "an advantage of its own, and rl_config.importance_sampling_level sequence needs one a sample; set "
-            "importance_sampling_level to token or kl_in_reward to false"
-        )
-
-
-def _switched_off(rl: RLConfig) -> Iterator[str]:
-    corrects = rl.importance_sampling_correction != "none"
-    for name, active in (
-        ("kl_in_reward", rl.kl_in_reward),
-        ("importance_sampling_correction", corrects),
-    ):
-        if active and not rl.enable_oldpolicy:
-            yield (
-                f"rl_config.{name} needs the policy's log-probs before its update, but rl_config.enable_oldpolicy "
-                f"is false; set enable_oldpolicy to true or leave {name} out"
-            )
-    if rl.importance_sampling_cap is not None and not corrects:
-        yield (
-            f"rl_config.importance_sampling_cap is {rl.importance_sampling_cap}, but "
-            "rl_config.importance_sampling_correction is none, so nothing is capped; set the correction to "
-            "token_truncate or leave the cap out"
-        )
-    if rl.dynamic_sampling_rounds is not None and not rl.dynamic_sampling:
-        yield (
-            f"rl_config.dynamic_sampling_rounds is {rl.dynamic_sampling_rounds}, but rl_config.dynamic_sampling is "
-            "false, so nothing is replaced; set dynamic_sampling to true or leave the rounds out"
-        )
-
-
 def conversation_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator[str]:
     if rl.environment is not None and rl.tools:
         yield (
@@ -285,9 +195,11 @@ def conversation_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator
             "rl_config.turn_advantages is true, but only an environment rewards single turns and rl_config.environment "
             "is null; set turn_advantages to false or name an environment"
         )
+    of_samples = LOSS_TYPES[rl.loss_type].of_samples
     for key, value, needed in (
         ("advantage_estimator", rl.advantage_estimator, "grpo"),
         ("importance_sampling_level", rl.importance_sampling_level, "token"),
+        ("loss_type", rl.loss_type, "grpo" if of_samples else rl.loss_type),
         ("kl_in_reward", rl.kl_in_reward, False),
     ):
         if value != needed:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from mindgrpo.algorithm.loss_config import STD_FLOOR, AdvantageConfig, LossConfig
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, STD_FLOOR, AdvantageConfig
 from mindgrpo.config.section import (
     AFTER_SIZE,
     BEFORE_LIST,
@@ -31,16 +31,20 @@ SCALES = {
 
 class AlgorithmKeys(Section):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "grpo"
-    """how token losses are averaged. grpo: over the tokens of each sample, then over samples; dapo, bnpo: over all
-    tokens of the update; dr_grpo: sum of all tokens / (samples x max_tokens); cispo: as dapo, with the clipped ratio as
-    a constant weight (no gradient)"""
+    """what the update maximises, and how it is averaged unless loss_aggregation says so. grpo (sample_mean), dapo and
+    bnpo (token_mean), dr_grpo (constant): the clipped ratio; cispo (token_mean): the clipped ratio as a constant weight
+    (no gradient)"""
+    loss_aggregation: Literal["token_mean", "sample_mean", "prompt_mean", "constant"] | None = None
+    """how token losses are averaged. token_mean: over all tokens of the update; sample_mean: over the tokens of each
+    sample, then over samples; prompt_mean: over the tokens of each prompt's samples, then over prompts; constant: sum
+    of all tokens / (samples x max_tokens); null: as in the paper of loss_type"""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """token: each token has its own importance ratio; sequence: all tokens of a sample share the geometric mean
     (GSPO)"""
-    epsilon_low: float = Field(LossConfig.epsilon_low, gt=0, le=1)
-    """lower clip bound of the ratio: 1 - epsilon_low"""
-    epsilon_high: float = Field(LossConfig.epsilon_high, gt=0)
-    """upper clip bound of the ratio: 1 + epsilon_high, also for cispo"""
+    epsilon_low: float | None = Field(None, gt=0, le=1)
+    """lower clip bound of the ratio: 1 - epsilon_low; null: as in the paper of loss_type (0.2)"""
+    epsilon_high: float | None = Field(None, gt=0)
+    """upper clip bound of the ratio: 1 + epsilon_high, also for cispo; null: as in the paper of loss_type (0.2)"""
     delta: float | None = Field(None, gt=1)
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
     dual_clip: float | None = Field(None, gt=1)
@@ -97,6 +101,25 @@ class AlgorithmKeys(Section):
     enable_oldpolicy: bool = True
     """use the policy's log-probs before the first update if a rollout has more than one: computed, or with
     context.batch_invariant the generator's; false: the ratio is always 1"""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float] | None:
+        """Returns epsilon_low and epsilon_high; None of a loss that clips nothing."""
+        bounds = LOSS_TYPES[self.loss_type].epsilon
+        if bounds is None:
+            return None
+        low, high = self.epsilon_low, self.epsilon_high
+        return bounds[0] if low is None else low, bounds[1] if high is None else high
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss_aggregation or LOSS_TYPES[self.loss_type].aggregation
+
+    @property
+    def loss_of_samples(self) -> bool:
+        """Returns whether a ratio, or what is made of it, is one number a sample."""
+        by_sequence = self.importance_sampling_level == "sequence"
+        return by_sequence or LOSS_TYPES[self.loss_type].of_samples
 
     @property
     def reward_scale(self) -> str:

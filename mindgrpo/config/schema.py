@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pydantic import model_validator
 
 from mindgrpo.config import checks
+from mindgrpo.config.algorithm_checks import algorithm_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
 from mindgrpo.config.rl import RewardConfig, RLConfig
@@ -49,7 +50,7 @@ class Config(Section):
         yield from checks.per_token_contradictions(rl, self.monitor_config)
         yield from checks.profiler_contradictions(self.profiler_config)
         yield from checks.tracker_contradictions(rl, self.monitor_config)
-        yield from checks.algorithm_contradictions(rl)
+        yield from algorithm_contradictions(rl)
         yield from checks.partial_contradictions(rl, generate.sampling_config)
         yield from checks.conversation_contradictions(rl, self.reward_config)
 

@@ -60,9 +60,12 @@ def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingParams:
 
 def loss_config(config: Config) -> LossConfig:
     rl = config.rl_config
+    low, high = rl.clip_bounds or (LossConfig.epsilon_low, LossConfig.epsilon_high)
     return _settings(
         LossConfig,
         rl,
+        epsilon_low=low,
+        epsilon_high=high,
         beta=0.0 if rl.kl_in_reward else rl.beta,
         corrected=rl.importance_sampling_correction != "none",
         max_completion_length=config.generate_config.sampling_config.max_tokens,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.loss_config import LOSS_TYPES
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 from mindgrpo.report.samples import evenly, significant
 
@@ -124,14 +124,17 @@ def metric_columns(run: RunFolder) -> dict[str, Any]:
     return {"steps": kept, "num_steps": len(steps), "columns": columns}
 
 
-def clipping(run: RunFolder) -> dict[str, Any]:
-    """Returns the bounds by which the page marks the tokens that the update clipped."""
+def clipping(run: RunFolder) -> dict[str, Any] | None:
+    """Returns the bounds by which the page marks the tokens that the update clipped; None where no ratio is clipped."""
     values = run.values
+    loss = LOSS_TYPES.get(values.get("rl_config.loss_type", "grpo"))
+    if loss is None or loss.epsilon is None or loss.surrogate not in ("clip", "cispo"):
+        return None
     bounds = (values.get("rl_config.dual_clip"), values.get("rl_config.delta"))
     return {
-        "low": number_of(values, "rl_config.epsilon_low", LossConfig.epsilon_low),
-        "high": number_of(values, "rl_config.epsilon_high", LossConfig.epsilon_high),
+        "low": number_of(values, "rl_config.epsilon_low", loss.epsilon[0]),
+        "high": number_of(values, "rl_config.epsilon_high", loss.epsilon[1]),
         "bound": next((significant(bound) for bound in bounds if bound is not None), None),
         "by_sequence": values.get("rl_config.importance_sampling_level") == "sequence",
-        "both_signs": values.get("rl_config.loss_type") == "cispo",
+        "both_signs": loss.surrogate == "cispo",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mindgrpo.algorithm.loss_config import LOSS_TYPES
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.plan.micro_shapes import row_lines
@@ -55,10 +56,12 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
         "entropy bonus": rl.entropy_coef or None,
     }
     extra = [f"{name} {value:g}" for name, value in bounds.items() if value is not None]
+    clip = rl.clip_bounds
     loss = [
         f"loss {rl.loss_type}",
+        *([f"averaged as {rl.loss_aggregation}"] if rl.loss_aggregation else []),
         f"ratios by {rl.importance_sampling_level}",
-        f"clip {rl.epsilon_low:g} below, {rl.epsilon_high:g} above",
+        *([f"clip {clip[0]:g} below, {clip[1]:g} above"] if clip else []),
         *extra,
     ]
     kl = "no KL"
@@ -81,7 +84,7 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
 
 def _warnings(config: Config, batch: BatchPlan) -> list[str]:
     rl = config.rl_config
-    warnings = []
+    loss, warnings = LOSS_TYPES[rl.loss_type], []
     if rl.beta > 0 and rl.kl_estimator == "k1" and not rl.kl_in_reward:
         warnings.append(
             "the gradient of k1 in the loss has mean 0 and does not limit the divergence; use k2 or k3, or "
@@ -93,20 +96,21 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
             "rl_config.kl_estimator k1 is exact there"
         )
     by_sequence = rl.importance_sampling_level == "sequence"
-    if by_sequence and max(rl.epsilon_low, rl.epsilon_high) >= WIDE_FOR_SEQUENCES:
+    if by_sequence and rl.clip_bounds and max(rl.clip_bounds) >= WIDE_FOR_SEQUENCES:
+        low, high = rl.clip_bounds
         warnings.append(
-            f"ratios of whole samples hardly reach clips of {rl.epsilon_low:g} and "
-            f"{rl.epsilon_high:g}; GSPO's paper has rl_config.epsilon_low 3e-4, epsilon_high 4e-4"
+            f"ratios of whole samples hardly reach clips of {low:g} and {high:g}; GSPO's paper has "
+            "rl_config.epsilon_low 3e-4, epsilon_high 4e-4"
         )
-    if rl.advantage_estimator == "rloo" and rl.loss_type == "grpo":
+    if rl.advantage_estimator == "rloo" and rl.aggregation == "sample_mean":
         warnings.append(
-            "loss_type grpo divides each sample by its length, which RLOO's paper does not; "
+            f"loss_type {rl.loss_type} divides each sample by its length, which RLOO's paper does not; "
             "rl_config.loss_type dr_grpo has its gradient"
         )
     if rl.loss_type == "dr_grpo" and rl.reward_scale != "none":
         warnings.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
     bounded = rl.delta is not None or rl.dual_clip is not None
-    if batch.updates_per_step == 1 and (bounded or by_sequence or rl.loss_type == "cispo"):
+    if batch.updates_per_step == 1 and (bounded or by_sequence or loss.surrogate != "clip"):
         warnings.append(
             "with one update a rollout every ratio is 1, so clips and ratio levels change nothing; "
             "see rl_config.updates_per_rollout and num_iterations"

@@ -17,7 +17,7 @@ from mindspore.ops.auto_generate import sum_ext
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.backend.contract import Group
 from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs, SummedLayer
-from mindgrpo.models.parallel_cells import SumOverTokens
+from mindgrpo.training.surrogates import CELLS, SampleMean
 
 
 class LossInputs(NamedTuple):
@@ -25,7 +25,7 @@ class LossInputs(NamedTuple):
 
     Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term.
     `segments` int32 is the number of a token's sample and `shares` one over the sample's tokens that count; both are
-    read at sequence level only, where all of a sample's tokens must be here or on the ranks that share its row.
+    read where the loss is of whole samples, all of whose tokens must be here or on the ranks that share the row.
     """
 
     old: Any
@@ -45,14 +45,10 @@ class PolicyLoss(nn.Cell):
 
     def __init__(self, loss_config: LossConfig, has_old: bool, group: Group | None = None) -> None:
         super().__init__()
-        self.num_parts = 1 if group is None else group.size
-        if group is not None:
-            self.over_parts = SumOverTokens(group)
-        self.low, self.high = 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high
-        self.delta, self.dual_clip = loss_config.delta, loss_config.dual_clip
+        self.mean = SampleMean(group)
+        self.surrogate = CELLS[loss_config.surrogate](loss_config, self.mean)
         self.beta, self.estimator = loss_config.beta, loss_config.kl_estimator
         self.entropy_coef = loss_config.entropy_coef
-        self.is_cispo = loss_config.loss_type == "cispo"
         self.by_sequence = loss_config.by_sequence
         self.corrected = loss_config.corrected
         self.has_old = has_old
@@ -71,22 +67,15 @@ class PolicyLoss(nn.Cell):
             old = ops.stop_gradient(logp)
         difference = ops.where(in_loss, logp - old, zeros)
         if self.by_sequence:
-            count = logp.shape[0] * self.num_parts
-            sums = ops.unsorted_segment_sum(difference * shares, segments, count)
-            if self.num_parts > 1:
-                sums = self.over_parts(sums)
-            difference = ops.gather(sums, segments, 0)
-        ratio = ops.exp(difference)
-        clipped = ops.clamp(ratio, self.low, self.high)
-        if self.is_cispo:
-            terms = -ops.stop_gradient(clipped) * advantages * ops.where(in_loss, logp, zeros)
-        else:
-            if self.delta is not None:
-                ratio = ops.clamp(ratio, None, self.delta)
-            gain = ops.minimum(ratio * advantages, clipped * advantages)
-            if self.dual_clip is not None:
-                gain = ops.maximum(gain, self.dual_clip * ops.minimum(advantages, zeros))
-            terms = -gain
+            difference = self.mean(difference, segments, shares)
+        terms = -self.surrogate(
+            ops.where(in_loss, logp, zeros),
+            difference,
+            advantages,
+            ops.where(in_loss, old, zeros),
+            segments,
+            shares,
+        )
         if self.corrected:
             terms = terms * rollout_is_weights
         if self.beta > 0:

@@ -21,6 +21,7 @@ from mindgrpo.algorithm.packing import (
     padding_share,
 )
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
+from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.models.pipeline import Predictions, by_sample
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
@@ -119,7 +120,7 @@ def _loss_inputs(
         return zeros if values is None else micro.spread(values)
 
     segments, shares = (zeros.astype(np.int32), zeros)
-    if config.by_sequence:
+    if config.of_samples:
         segments, shares = micro.segments()
     return LossInputs(
         old=spread(batch.old_logps),
@@ -231,7 +232,11 @@ def _weights(batch: TrainBatch, members: Sequence[int], config: LossConfig) -> n
     chosen = list(members)
     mask = None if batch.sample_mask is None else batch.sample_mask[chosen]
     weights = np.zeros(len(batch), np.float32)
-    weights[chosen] = losses.token_weights(batch.rollout.action_lengths[chosen], config, mask)
+    lengths, groups = (
+        batch.rollout.action_lengths[chosen],
+        np.array(batch.rollout.group_ids)[chosen],
+    )
+    weights[chosen] = losses.token_weights(lengths, config, mask, groups)
     return weights
 
 
@@ -264,9 +269,7 @@ def _report(
     )
 
 
-def _tokens(
-    batch: TrainBatch, logps: PerToken, entropy: PerToken, weights: np.ndarray
-) -> losses.Tokens:
+def _tokens(batch: TrainBatch, logps: PerToken, entropy: PerToken, weights: np.ndarray) -> Tokens:
     """Returns the update's tokens that count, in float64 and in the order of the samples, for the graph's loss again.
 
     On-policy the loss is a sum that cancels to nearly nothing, where float32 would show the order of
@@ -283,7 +286,7 @@ def _tokens(
 
     own = tokens(logps)
     correction = batch.rollout_is_weights
-    return losses.Tokens(
+    return Tokens(
         logps=own,
         old=tokens(batch.old_logps),
         reference=tokens(batch.reference_logps),

@@ -46,7 +46,7 @@ function background(value, scale, colour) {
 // Which tokens the update clipped: 1 at the upper end of the ratio, -1 at the lower one.
 function clippedTokens(sample, rules) {
   const logs = arrayOf(sample, "log_ratio");
-  if (!logs || sample.advantage === null) return null;
+  if (!logs || !rules || sample.advantage === null) return null;
   // What the policy did not write has no ratio.
   const written = logs.filter((value) => !Number.isNaN(value));
   const mean = written.reduce((sum, value) => sum + value, 0) / Math.max(1, written.length);

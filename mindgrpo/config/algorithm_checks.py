@@ -1,0 +1,112 @@
+"""Rules that span several keys of the algorithm: sentences about choices that have no meaning together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.config.rl import SCALES, RLConfig
+
+
+def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
+    yield from _loss(rl)
+    yield from _clips(rl)
+    yield from _estimator(rl)
+    yield from _kl_in_reward(rl)
+    yield from _switched_off(rl)
+
+
+def _loss(rl: RLConfig) -> Iterator[str]:
+    loss = LOSS_TYPES[rl.loss_type]
+    for name in dict.fromkeys(key for other in LOSS_TYPES.values() for key in other.keys):
+        value = getattr(rl, name)
+        if value is not None and name not in loss.keys:
+            users = ", ".join(kind for kind, other in LOSS_TYPES.items() if name in other.keys)
+            yield (
+                f"rl_config.{name} is {value}, which rl_config.loss_type {rl.loss_type} does not use ({users} do); "
+                f"set rl_config.{name} to null"
+            )
+    for name in ("epsilon_low", "epsilon_high"):
+        if loss.epsilon is None and getattr(rl, name) is not None:
+            yield (
+                f"rl_config.{name} is {getattr(rl, name)}, but rl_config.loss_type {rl.loss_type} clips nothing; set "
+                f"rl_config.{name} to null"
+            )
+    if rl.importance_sampling_level not in loss.levels:
+        yield (
+            f"rl_config.loss_type {rl.loss_type} is defined with rl_config.importance_sampling_level "
+            f"{loss.levels[0]}, not with {rl.importance_sampling_level}; set it to {loss.levels[0]}"
+        )
+
+
+def _clips(rl: RLConfig) -> Iterator[str]:
+    if rl.delta is not None and rl.dual_clip is not None:
+        yield (
+            f"rl_config.delta {rl.delta} and rl_config.dual_clip {rl.dual_clip} bound the same ratios, those of "
+            "negative advantages; set one of them to null"
+        )
+    _, high = rl.clip_bounds or (0.0, 0.0)
+    if rl.delta is not None and rl.delta <= 1 + high:
+        yield (
+            f"rl_config.delta {rl.delta} must be above 1 + rl_config.epsilon_high, which is "
+            f"{1 + high:g}, or it would undo that clip; raise rl_config.delta"
+        )
+
+
+def _estimator(rl: RLConfig) -> Iterator[str]:
+    estimator, scale = rl.advantage_estimator, SCALES[rl.advantage_estimator]
+    if rl.num_generations == 1 and estimator != "reinforce_plus_plus":
+        yield (
+            f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
+            "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
+            "reinforce_plus_plus"
+        )
+    if rl.num_generations == 1 and rl.dynamic_sampling:
+        yield (
+            "rl_config.dynamic_sampling replaces groups whose rewards are all equal, and a group of "
+            "rl_config.num_generations 1 always is; raise num_generations or turn dynamic_sampling off"
+        )
+    if estimator != "grpo" and rl.reward_scale != scale:
+        yield (
+            f"rl_config.scale_rewards is {rl.scale_rewards}, but rl_config.advantage_estimator "
+            f"{estimator} is defined with {scale}; leave scale_rewards out or use grpo"
+        )
+
+
+def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
+    if rl.kl_in_reward and rl.beta == 0:
+        yield (
+            "rl_config.kl_in_reward is true, but rl_config.beta is 0, so there is no KL to take from the rewards; "
+            "raise beta or set kl_in_reward to false"
+        )
+    per_token = rl.kl_in_reward and rl.advantage_estimator.startswith("reinforce_plus_plus")
+    if per_token and rl.loss_of_samples:
+        yield (
+            f"rl_config.kl_in_reward with rl_config.advantage_estimator {rl.advantage_estimator} gives every token "
+            f"an advantage of its own, and rl_config.loss_type {rl.loss_type} by "
+            f"{rl.importance_sampling_level} needs one a sample; choose a loss by token or set kl_in_reward to false"
+        )
+
+
+def _switched_off(rl: RLConfig) -> Iterator[str]:
+    corrects = rl.importance_sampling_correction != "none"
+    for name, active in (
+        ("kl_in_reward", rl.kl_in_reward),
+        ("importance_sampling_correction", corrects),
+    ):
+        if active and not rl.enable_oldpolicy:
+            yield (
+                f"rl_config.{name} needs the policy's log-probs before its update, but rl_config.enable_oldpolicy "
+                f"is false; set enable_oldpolicy to true or leave {name} out"
+            )
+    if rl.importance_sampling_cap is not None and not corrects:
+        yield (
+            f"rl_config.importance_sampling_cap is {rl.importance_sampling_cap}, but "
+            "rl_config.importance_sampling_correction is none, so nothing is capped; set the correction to "
+            "token_truncate or leave the cap out"
+        )
+    if rl.dynamic_sampling_rounds is not None and not rl.dynamic_sampling:
+        yield (
+            f"rl_config.dynamic_sampling_rounds is {rl.dynamic_sampling_rounds}, but rl_config.dynamic_sampling is "
+            "false, so nothing is replaced; set dynamic_sampling to true or leave the rounds out"
+        )
