@@ -34,6 +34,20 @@ VARIANTS: dict[str, LossConfig] = {
     "cispo without a lower end, all terms": replace(
         WIDE, loss_type="cispo", epsilon_low=1.0, beta=0.05, entropy_coef=0.03, corrected=True
     ),
+    "sapo": replace(WIDE, loss_type="sapo", beta=0.05),
+    "sapo, far temperatures": replace(
+        WIDE, loss_type="sapo", sapo_temperature_pos=3.0, sapo_temperature_neg=0.5
+    ),
+    "dppo_tv": replace(WIDE, loss_type="dppo_tv", epsilon_low=0.02, epsilon_high=0.03),
+    "dppo_kl, cap": replace(
+        WIDE, loss_type="dppo_kl", epsilon_low=0.004, epsilon_high=0.006, dppo_ratio_cap=1.1
+    ),
+    "gmpo": replace(WIDE, loss_type="gmpo", corrected=True),
+    "gmpo, by token": replace(WIDE, loss_type="gmpo", loss_aggregation="token_mean"),
+    "luspo": replace(NARROW, loss_type="luspo"),
+    "vespo": replace(WIDE, loss_type="vespo", beta=0.05),
+    "vespo, other powers": replace(WIDE, loss_type="vespo", vespo_k_pos=1.0, vespo_lambda_neg=0.5),
+    "gpg": replace(WIDE, loss_type="gpg", corrected=True),
     "delta": replace(WIDE, delta=1.5),
     "dual clip": replace(WIDE, dual_clip=1.4, beta=0.05),
     "dual clip inside the other": replace(WIDE, dual_clip=1.1),
@@ -58,7 +72,7 @@ def tokens_of(loss_config: LossConfig, on_policy: bool = False, seed: int = 0) -
         steps = steps + (MEANS - sums / np.maximum(LENGTHS, 1))[owners]
     weights = token_weights(LENGTHS, loss_config, COUNTED, GROUPS)[owners]
     advantages = rng.normal(size=count)
-    if loss_config.by_sequence:
+    if loss_config.of_samples:
         advantages = SIGNS[owners]
     arrays = (
         old + steps,

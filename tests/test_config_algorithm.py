@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from mindgrpo.algorithm.loss_config import LOSS_TYPES
 from mindgrpo.algorithm.surrogates import SURROGATES
 from mindgrpo.config import BatchPlan, Config
-from mindgrpo.config.rl import AlgorithmKeys
+from mindgrpo.config.algorithm import AlgorithmKeys
 from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.run.banner import algorithm_lines
 from mindgrpo.training.surrogates import CELLS
@@ -38,6 +38,23 @@ def config(**keys: Any) -> Config:
             "cispo is defined with rl_config.importance_sampling_level token",
         ),
         ({"delta": 4.0, "dual_clip": 3.0}, "bound the same ratios"),
+        ({"loss_type": "luspo"}, "set it to sequence"),
+        ({"loss_type": "sapo", "epsilon_low": 0.1}, "sapo clips nothing"),
+        ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "does not use, but vespo"),
+        (
+            {"loss_type": "dppo_tv", "importance_sampling_correction": "token_mask"},
+            "null, which is generator with loss_type dppo_tv",
+        ),
+        ({"old_logps": "generator", "kl_in_reward": True}, "rl_config.old_logps is generator"),
+        ({"loss_type": "vespo", "enable_oldpolicy": False}, "makes every ratio 1"),
+        (
+            {
+                "loss_type": "gmpo",
+                "kl_in_reward": True,
+                "advantage_estimator": "reinforce_plus_plus",
+            },
+            "gmpo by token needs one a sample",
+        ),
         ({"delta": 1.2, "epsilon_high": 0.2}, "must be above 1 + rl_config.epsilon_high"),
         ({"advantage_estimator": "rloo", "num_generations": 1}, "compares the samples of a group"),
         ({"num_generations": 1}, "every advantage would be 0"),
@@ -191,6 +208,7 @@ def test_the_summary_names_what_is_chosen() -> None:
         ({"importance_sampling_level": "sequence", "num_iterations": 2}, "hardly reach clips"),
         ({"loss_type": "dr_grpo"}, "scale_rewards none as well"),
         ({"loss_type": "cispo"}, "every ratio is 1"),
+        ({"loss_type": "gpg", "num_iterations": 2}, "are off-policy"),
         ({"delta": 4.0}, "every ratio is 1"),
     ],
 )

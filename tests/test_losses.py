@@ -26,9 +26,37 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def gain_of(ratio: float, advantage: float, logp: float, o: LossConfig) -> float:
-    """One token's part of what the paper maximises."""
+def gain_of(
+    ratio: float, advantage: float, logp: float, o: LossConfig, sample: list[tuple[float, float]]
+) -> float:
+    """One token's part of what the paper maximises; `sample` has its sample's new and old probabilities."""
     low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
+    up = advantage > 0
+    if o.loss_type == "sapo":
+        tau = o.sapo_temperature_pos if up else o.sapo_temperature_neg
+        return 4 / tau * 0.5 * (1 + math.tanh(tau * (ratio - 1) / 2)) * advantage
+    if o.loss_type in ("dppo_tv", "dppo_kl"):
+        pi = math.exp(logp)
+        mu = pi / ratio
+        limit, moved = (o.epsilon_high, pi - mu) if up else (o.epsilon_low, mu - pi)
+        distance = abs(moved)
+        if o.loss_type == "dppo_kl":
+            distance = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
+        if moved > 0 and distance > limit:
+            return 0.0
+        return min(ratio, o.dppo_ratio_cap) * advantage * logp
+    if o.loss_type == "gmpo":
+        ends = (0.0, math.exp(o.epsilon_high)) if up else (math.exp(-o.epsilon_low), math.inf)
+        product = math.prod(clip(new / old, *ends) for new, old in sample)
+        return product ** (1 / len(sample)) * advantage
+    if o.loss_type == "vespo":
+        w = math.prod(new / old for new, old in sample)
+        k, decay = o.vespo_k_neg, o.vespo_lambda_neg
+        if advantage >= 0:
+            k, decay = o.vespo_k_pos, o.vespo_lambda_pos
+        return math.exp(decay) * w**k * math.exp(-decay * w) * advantage * logp
+    if o.loss_type == "gpg":
+        return advantage * logp
     if o.loss_type == "cispo":
         return clip(ratio, low, high) * advantage * logp
     if o.delta is not None:
@@ -49,7 +77,13 @@ def kl_of(logp: float, reference: float, estimator: str) -> float:
 
 
 # What each loss is averaged over in its paper.
-PAPERS = {"grpo": "sample_mean", "dr_grpo": "constant"}
+PAPERS = {
+    "dr_grpo": "constant",
+    "dppo_tv": "constant",
+    "dppo_kl": "constant",
+    "luspo": "sample_sum",
+}
+PAPERS |= dict.fromkeys(("grpo", "sapo", "gmpo"), "sample_mean")
 
 
 def weight_of(i: int, o: LossConfig) -> float:
@@ -58,6 +92,8 @@ def weight_of(i: int, o: LossConfig) -> float:
     kind = o.loss_aggregation or PAPERS.get(o.loss_type, "token_mean")
     if kind == "sample_mean":
         return 1 / len(of) / of[i]
+    if kind == "sample_sum":
+        return 1 / len(of)
     if kind == "constant":
         return 1 / len(of) / o.max_completion_length
     if kind == "prompt_mean":
@@ -74,12 +110,13 @@ def transcribed(t: Tokens, o: LossConfig) -> float:
         start += length
         if not COUNTED[i]:
             continue
-        product = math.prod(math.exp(t.logps[k]) / math.exp(t.old[k]) for k in places)
+        sample = [(math.exp(t.logps[k]), math.exp(t.old[k])) for k in places]
+        product = math.prod(new / old for new, old in sample)
         for k in places:
             ratio = math.exp(t.logps[k]) / math.exp(t.old[k])
             if o.importance_sampling_level == "sequence":
                 ratio = product ** (1 / length)
-            term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o)
+            term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o, sample)
             term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
             term -= o.entropy_coef * t.entropy[k]
             total += weight_of(i, o) * term

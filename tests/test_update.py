@@ -273,6 +273,8 @@ VARIANTS = {
     ),
     "dapo": replace(ALL_TERMS, loss_type="dapo", delta=1.3, kl_estimator="k2"),
     "cispo": replace(ALL_TERMS, loss_type="cispo", kl_estimator="k1"),
+    "gmpo": replace(ALL_TERMS, loss_type="gmpo", epsilon_low=0.02, epsilon_high=0.02),
+    "vespo": replace(ALL_TERMS, loss_type="vespo", loss_aggregation="prompt_mean"),
 }
 
 
@@ -290,7 +292,8 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
         settings = replace(SETTINGS, shape=shape, loss_config=VARIANTS[name])
         found.append(one_update(policy_of(settings), given))
     assert_same(found[0], found[1])
-    assert found[0].report.clip_fraction == found[1].report.clip_fraction > 0
+    assert found[0].report.clip_fraction == found[1].report.clip_fraction
+    assert (found[0].report.clip_fraction > 0) == VARIANTS[name].clips
     assert 3 in found[0].report.logps
 
 

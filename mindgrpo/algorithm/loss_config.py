@@ -19,7 +19,8 @@ class LossType:
     `surrogate` is a function of algorithm/surrogates.py and a cell of training/surrogates.py. `aggregation` is its
     paper's, of `losses.token_weights`, and `levels` are the importance_sampling_levels that it is defined with.
     `epsilon` are its paper's epsilon_low and epsilon_high; None: it clips nothing. `keys` are the keys of rl_config
-    with null as their default that it reads. `of_samples`: the surrogate of a token depends on its whole sample.
+    with null as their default that it reads. `of_samples`: the surrogate of a token depends on its whole sample. `old`
+    says whose log-probs are the old ones: those of the trainer before the step's first update, or of the generator.
     """
 
     surrogate: str
@@ -28,6 +29,7 @@ class LossType:
     epsilon: tuple[float, float] | None = (0.2, 0.2)
     keys: tuple[str, ...] = ()
     of_samples: bool = False
+    old: str = "trainer"
 
 
 BY_TOKEN_OR_SEQUENCE, CLIP_BOUNDS = ("token", "sequence"), ("delta", "dual_clip")
@@ -37,6 +39,29 @@ LOSS_TYPES = {
     "dr_grpo": LossType("clip", "constant", BY_TOKEN_OR_SEQUENCE, keys=CLIP_BOUNDS),
     "dapo": LossType("clip", "token_mean", BY_TOKEN_OR_SEQUENCE, keys=CLIP_BOUNDS),
     "cispo": LossType("cispo", "token_mean"),
+    "sapo": LossType(
+        "sapo",
+        "sample_mean",
+        epsilon=None,
+        keys=("sapo_temperature_pos", "sapo_temperature_neg"),
+    ),
+    "dppo_tv": LossType(
+        "dppo_tv", "constant", epsilon=(0.15, 0.15), keys=("dppo_ratio_cap",), old="generator"
+    ),
+    "dppo_kl": LossType(
+        "dppo_kl", "constant", epsilon=(0.05, 0.05), keys=("dppo_ratio_cap",), old="generator"
+    ),
+    "gmpo": LossType("gmpo", "sample_mean", epsilon=(0.4, 0.4), of_samples=True),
+    "luspo": LossType("clip", "sample_sum", ("sequence",), (3e-4, 4e-4), CLIP_BOUNDS),
+    "vespo": LossType(
+        "vespo",
+        "token_mean",
+        epsilon=None,
+        keys=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        of_samples=True,
+        old="generator",
+    ),
+    "gpg": LossType("gpg", "token_mean", epsilon=None),
 }
 
 
@@ -62,10 +87,21 @@ class LossConfig:
     entropy_coef: float = 0.0
     corrected: bool = False
     max_completion_length: int = 1
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    dppo_ratio_cap: float = 20.0
+    vespo_k_pos: float = 2.0
+    vespo_lambda_pos: float = 3.0
+    vespo_k_neg: float = 3.0
+    vespo_lambda_neg: float = 2.0
 
     @property
     def surrogate(self) -> str:
         return LOSS_TYPES[self.loss_type].surrogate
+
+    @property
+    def clips(self) -> bool:
+        return LOSS_TYPES[self.loss_type].epsilon is not None
 
     @property
     def aggregation(self) -> str:

@@ -5,12 +5,13 @@ Pure numpy. The graph that is differentiated is in training/stage_graphs.py; `po
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.surrogates import SURROGATES, Tokens, importance_ratio
+from mindgrpo.algorithm.surrogates import SURROGATES, Tokens, dppo_keeps, importance_ratio
 
 
 def token_weights(
@@ -24,6 +25,7 @@ def token_weights(
     With N samples, `lengths` |o_i| being the tokens of each that the policy wrote:
       sample_mean   1 / (N |o_i|)                  DeepSeekMath, arXiv:2402.03300, equation 3
       token_mean    1 / sum_j |o_j|                DAPO, arXiv:2503.14476, equation 12
+      sample_sum    1 / N                          LUSPO, arXiv:2602.05261
       constant      1 / (N L)                      Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
       prompt_mean   1 / (P sum_{j of i's group} |o_j|)   ScaleRL, arXiv:2510.13786, of P groups
 
@@ -40,6 +42,8 @@ def token_weights(
         weights = 1.0 / (np.maximum(sizes, 1.0) * number)
     elif loss_config.aggregation == "constant":
         weights = np.full(sizes.size, 1.0 / (number * loss_config.max_completion_length))
+    elif loss_config.aggregation == "sample_sum":
+        weights = np.full(sizes.size, 1.0 / number)
     elif loss_config.aggregation == "prompt_mean":
         of = np.unique(np.arange(sizes.size) if groups is None else groups, return_inverse=True)[1]
         counted = np.bincount(of, mask) > 0
@@ -100,8 +104,17 @@ def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.nda
     """Returns two bool [tokens]: whether the lower, or the upper, end of the clip decided a token's term.
 
     With ratios of whole samples two bool [samples], of the samples that have tokens: a sample is clipped as one.
-    For cispo: whether the weight was clipped. The bound of delta or dual_clip counts as an upper end.
+    For cispo: whether the weight was clipped. For dppo: whether the token was left out. The bound of delta or dual_clip
+    counts as an upper end.
     """
+    if loss_config.surrogate.startswith("dppo"):
+        out, rises = ~dppo_keeps(tokens, loss_config, tokens.logps), tokens.advantages > 0
+        return out & ~rises, out & rises
+    ends = 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high
+    if loss_config.surrogate == "gmpo":
+        ends = math.exp(-loss_config.epsilon_low), math.exp(loss_config.epsilon_high)
+    if not loss_config.clips:
+        ends = 0.0, math.inf
     level = loss_config.importance_sampling_level
     ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
     advantages = tokens.advantages
@@ -113,7 +126,7 @@ def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.nda
         # A sample's advantage is one number unless KL in the reward makes it a token's own.
         advantages = (sums / np.maximum(tokens.lengths, 1))[rows]
         ratio = ratio[starts[rows]]
-    low, high = ratio < 1.0 - loss_config.epsilon_low, ratio > 1.0 + loss_config.epsilon_high
+    low, high = ratio < ends[0], ratio > ends[1]
     if loss_config.surrogate == "cispo":
         return low, high
     low, high = low & (advantages < 0), high & (advantages > 0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindgrpo.algorithm.loss_config import LOSS_TYPES
-from mindgrpo.config.rl import SCALES, RLConfig
+from mindgrpo.config.algorithm import SCALES
+from mindgrpo.config.rl import RLConfig
 
 
 def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
@@ -13,6 +14,7 @@ def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
     yield from _clips(rl)
     yield from _estimator(rl)
     yield from _kl_in_reward(rl)
+    yield from _old_of_generator(rl)
     yield from _switched_off(rl)
 
 
@@ -23,7 +25,7 @@ def _loss(rl: RLConfig) -> Iterator[str]:
         if value is not None and name not in loss.keys:
             users = ", ".join(kind for kind, other in LOSS_TYPES.items() if name in other.keys)
             yield (
-                f"rl_config.{name} is {value}, which rl_config.loss_type {rl.loss_type} does not use ({users} do); "
+                f"rl_config.{name} is {value}, which rl_config.loss_type {rl.loss_type} does not use, but {users}; "
                 f"set rl_config.{name} to null"
             )
     for name in ("epsilon_low", "epsilon_high"):
@@ -85,6 +87,29 @@ def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
             f"rl_config.kl_in_reward with rl_config.advantage_estimator {rl.advantage_estimator} gives every token "
             f"an advantage of its own, and rl_config.loss_type {rl.loss_type} by "
             f"{rl.importance_sampling_level} needs one a sample; choose a loss by token or set kl_in_reward to false"
+        )
+
+
+def _old_of_generator(rl: RLConfig) -> Iterator[str]:
+    """Yields what needs the trainer's log-probs before its update, where the generator's take their place."""
+    if rl.old_source != "generator":
+        return
+    source = (
+        "generator" if rl.old_logps else f"null, which is generator with loss_type {rl.loss_type}"
+    )
+    for name, active in (
+        ("kl_in_reward", rl.kl_in_reward),
+        ("importance_sampling_correction", rl.importance_sampling_correction != "none"),
+    ):
+        if active:
+            yield (
+                f"rl_config.{name} compares the trainer's log-probs before its update, but rl_config.old_logps is "
+                f"{source}, so that they are not computed; leave {name} out or set old_logps to trainer"
+            )
+    if not rl.enable_oldpolicy:
+        yield (
+            f"rl_config.old_logps is {source}, but rl_config.enable_oldpolicy false makes every ratio 1; set "
+            "enable_oldpolicy to true or old_logps to trainer"
         )
 
 

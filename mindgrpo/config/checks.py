@@ -230,7 +230,7 @@ def partial_contradictions(rl: RLConfig, sampling: SamplingConfig) -> Iterator[s
                     f"effect; set partial_rollout to true or leave {key} out"
                 )
         return
-    if rl.importance_sampling_correction == "none":
+    if rl.importance_sampling_correction == "none" and rl.old_source == "trainer":
         yield (
             "rl_config.partial_rollout trains on tokens of older weights, but "
             "rl_config.importance_sampling_correction is none, so they would count as the policy's own; set the "

@@ -229,6 +229,7 @@ def make_stepper(
         updates_per_rollout=plan.batch.updates_per_rollout,
         num_iterations=rl.num_iterations,
         old_logps=rl.enable_oldpolicy,
+        old_are_generators=rl.old_source == "generator",
         batch_invariant=backend.kernels.batch_invariant,
         resampling_rounds=rl.resampling_rounds,
         reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,

@@ -25,9 +25,13 @@ Settings = TypeVar("Settings", RuntimeSettings, SamplingParams, LossConfig, Adva
 
 
 def _settings(kind: type[Settings], section: Section, **others: Any) -> Settings:
-    """Takes the fields of `kind` from the section, which names them alike; `others` are given."""
+    """Takes the fields of `kind` from the section, which names them alike; `others` are given.
+
+    A field that is null there has the default of `kind`.
+    """
     names = {field.name for field in fields(kind)} - others.keys()
-    return kind(**{name: getattr(section, name) for name in names}, **others)
+    values = {name: getattr(section, name) for name in names}
+    return kind(**{name: value for name, value in values.items() if value is not None}, **others)
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:

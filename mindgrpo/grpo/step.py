@@ -56,7 +56,8 @@ Phases = Callable[[str], AbstractContextManager[object]]
 @dataclass(frozen=True)
 class StepSettings:
     """`old_logps`: the policy's log-probs before a step's first update are kept even if only later ones need them. They
-    are the generator's, not computed again, with `batch_invariant` and without partial rollouts.
+    are the generator's, not computed again, with `batch_invariant` and without partial rollouts; and with
+    `old_are_generators` in every step.
 
     `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
     follows the policy every `reference_sync_steps` steps, never if None. `gap_limit` is of the log-prob gap; None: any.
@@ -69,6 +70,7 @@ class StepSettings:
     updates_per_rollout: int = 1
     num_iterations: int = 1
     old_logps: bool = True
+    old_are_generators: bool = False
     batch_invariant: bool = False
     resampling_rounds: int = 0
     reference_sync_steps: int | None = None
@@ -118,11 +120,14 @@ class Stepper:
             reference_logps = self._log_probs(
                 "reference", reference.pipeline, reference.weights, packed
             )
-        several = self.settings.updates_per_step > 1 and self.settings.old_logps
-        if several or self.settings.advantages.needs_old:
+        settings = self.settings
+        several = settings.updates_per_step > 1 and settings.old_logps
+        if settings.old_are_generators:
+            old_logps = rollout.generator_logps
+        elif several or settings.advantages.needs_old:
             old_logps = rollout.generator_logps
             # Of partial rollouts older weights wrote some tokens.
-            if not self.settings.batch_invariant or self.partial is not None:
+            if not settings.batch_invariant or self.partial is not None:
                 old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
         batch, correction, bad = self._train_batch(
             step, rollout, scored, old_logps, reference_logps

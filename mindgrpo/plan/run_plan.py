@@ -258,6 +258,7 @@ class RunPlan:
         """Whether a pass of its own computes the policy's log-probs before a step's several updates."""
         rl = self.config.rl_config
         are_kept = rl.enable_oldpolicy and self.batch.updates_per_step > 1
+        are_kept = are_kept and rl.old_source == "trainer"
         return are_kept and (rl.partial_rollout or not self.batch_invariant)
 
     @property

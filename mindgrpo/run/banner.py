@@ -110,9 +110,14 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
     if rl.loss_type == "dr_grpo" and rl.reward_scale != "none":
         warnings.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
     bounded = rl.delta is not None or rl.dual_clip is not None
-    if batch.updates_per_step == 1 and (bounded or by_sequence or loss.surrogate != "clip"):
+    has_ratio = bounded or by_sequence or loss.surrogate not in ("clip", "gpg")
+    if batch.updates_per_step == 1 and rl.old_source == "trainer" and has_ratio:
         warnings.append(
             "with one update a rollout every ratio is 1, so clips and ratio levels change nothing; "
             "see rl_config.updates_per_rollout and num_iterations"
+        )
+    if rl.loss_type == "gpg" and batch.updates_per_step > 1:
+        warnings.append(
+            "loss_type gpg has no ratio, so that later updates of a rollout are off-policy"
         )
     return warnings

@@ -11,8 +11,12 @@ from typing import Any
 from mindspore import nn, ops
 
 from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.surrogates import LARGEST_LOG_RATIO, PROBABILITY_FLOOR
 from mindgrpo.backend.contract import Group
 from mindgrpo.models.parallel_cells import SumOverTokens
+
+# Below one over any number of tokens.
+TINY = 1e-12
 
 
 class SampleMean(nn.Cell):
@@ -67,4 +71,88 @@ class Cispo(Surrogate):
         return ops.stop_gradient(clipped) * advantages * logp
 
 
-CELLS: dict[str, type[Surrogate]] = {"clip": Clip, "cispo": Cispo}
+class Sapo(Surrogate):
+    def __init__(self, config: LossConfig, mean: SampleMean) -> None:
+        super().__init__(config, mean)
+        self.rising, self.falling = config.sapo_temperature_pos, config.sapo_temperature_neg
+
+    def construct(
+        self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
+    ) -> Any:
+        tau = ops.where(advantages > 0, self.rising, self.falling)
+        return 4.0 / tau * ops.sigmoid(tau * (ops.exp(log_ratio) - 1.0)) * advantages
+
+
+class Dppo(Surrogate):
+    def __init__(self, config: LossConfig, mean: SampleMean) -> None:
+        super().__init__(config, mean)
+        self.by_variation, self.cap = config.surrogate == "dppo_tv", config.dppo_ratio_cap
+        self.most_up, self.most_down = config.epsilon_high, config.epsilon_low
+
+    def construct(
+        self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
+    ) -> Any:
+        held = ops.stop_gradient(logp)
+        pi, mu, rises = ops.exp(held), ops.exp(old), advantages > 0
+        bound = ops.where(rises, self.most_up, self.most_down)
+        moved = ops.where(rises, pi - mu, mu - pi)
+        if self.by_variation:
+            keeps = moved <= bound
+        else:
+            rest = ops.log((1.0 - mu + PROBABILITY_FLOOR) / (1.0 - pi + PROBABILITY_FLOOR))
+            divergence = mu * (old - held) + (1.0 - mu) * rest
+            keeps = ops.logical_or(divergence <= bound, moved <= 0.0)
+        weight = ops.clamp(ops.stop_gradient(ops.exp(log_ratio)), None, self.cap)
+        return ops.where(keeps, weight * advantages * logp, ops.zeros_like(logp))
+
+
+class Gmpo(Surrogate):
+    def __init__(self, config: LossConfig, mean: SampleMean) -> None:
+        super().__init__(config, mean)
+        self.most_up, self.most_down = config.epsilon_high, -config.epsilon_low
+
+    def construct(
+        self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
+    ) -> Any:
+        sign = ops.sign(advantages)
+        clipped = ops.clamp(log_ratio, self.most_down, self.most_up)
+        kept = sign * ops.minimum(sign * log_ratio, sign * clipped)
+        return ops.exp(self.mean(kept, segments, shares)) * advantages
+
+
+class Vespo(Surrogate):
+    def __init__(self, config: LossConfig, mean: SampleMean) -> None:
+        super().__init__(config, mean)
+        self.rising = config.vespo_k_pos, config.vespo_lambda_pos
+        self.falling = config.vespo_k_neg, config.vespo_lambda_neg
+
+    def construct(
+        self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
+    ) -> Any:
+        means = self.mean(ops.stop_gradient(log_ratio), segments, shares)
+        # One over the shares is how many tokens a sample has; padding has none.
+        log_w = ops.clamp(means / ops.clamp(shares, TINY, None), None, LARGEST_LOG_RATIO)
+        rises = advantages >= 0
+        k = ops.where(rises, self.rising[0], self.falling[0])
+        strength = ops.where(rises, self.rising[1], self.falling[1])
+        phi = ops.exp(k * log_w + strength * (1.0 - ops.exp(log_w)))
+        return phi * advantages * logp
+
+
+class Gpg(Surrogate):
+    def construct(
+        self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
+    ) -> Any:
+        return advantages * logp
+
+
+CELLS: dict[str, type[Surrogate]] = {
+    "clip": Clip,
+    "cispo": Cispo,
+    "sapo": Sapo,
+    "dppo_tv": Dppo,
+    "dppo_kl": Dppo,
+    "gmpo": Gmpo,
+    "vespo": Vespo,
+    "gpg": Gpg,
+}

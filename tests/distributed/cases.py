@@ -127,7 +127,11 @@ class Recipe:
 RECIPES = {
     # Without a reference, which every rank would compile whole.
     "eight layers": Recipe(DEEP, loss_config={"beta": 0.0}),
-    "two iterations": Recipe(QWEN2, num_iterations=2),
+    "two iterations": Recipe(
+        QWEN2,
+        num_iterations=2,
+        loss_config={"loss_type": "gmpo", "loss_aggregation": "prompt_mean"},
+    ),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
     "olmo2": Recipe(OLMO2, in_loop=False),
     # Its distributions are sharp: with more stop ids some completions end early.

@@ -1,0 +1,193 @@
+"""The keys of `rl_config` that choose the algorithm: loss, advantages, KL, selection of samples, correction."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, STD_FLOOR, AdvantageConfig, LossConfig
+from mindgrpo.config.section import Section, spelled
+
+DEFAULT_CAP = AdvantageConfig.correction_cap
+DEFAULT_ROUNDS = 3
+
+# What each estimator divides by, where scale_rewards does not say.
+SCALES = {
+    "grpo": "group",
+    "rloo": "none",
+    "reinforce_plus_plus": "batch",
+    "reinforce_plus_plus_baseline": "batch",
+}
+
+
+class AlgorithmKeys(Section):
+    loss_type: Literal[
+        "grpo",
+        "bnpo",
+        "dr_grpo",
+        "dapo",
+        "cispo",
+        "sapo",
+        "dppo_tv",
+        "dppo_kl",
+        "gmpo",
+        "luspo",
+        "vespo",
+        "gpg",
+    ] = "grpo"
+    """what the update maximises, and how it is averaged unless loss_aggregation says so. grpo (sample_mean), dapo and
+    bnpo (token_mean), dr_grpo (constant): the clipped ratio; luspo (sample_sum): the clipped ratio of the sample; cispo
+    (token_mean): the clipped ratio as a constant weight (no gradient); sapo (sample_mean): a soft gate of the ratio;
+    dppo_tv, dppo_kl (constant): tokens whose probability has moved too far are left out; gmpo (sample_mean): the
+    geometric mean of the sample's clipped ratios; vespo (token_mean): a weight by the product of the sample's ratios;
+    gpg (token_mean): no ratio"""
+    loss_aggregation: (
+        Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean", "constant"] | None
+    ) = None
+    """how token losses are averaged. token_mean: over all tokens of the update; sample_mean: over the tokens of each
+    sample, then over samples; sample_sum: sum over the tokens of each sample, then mean over samples; prompt_mean: over
+    the tokens of each prompt's samples, then over prompts; constant: sum of all tokens / (samples x max_tokens); null:
+    as in the paper of loss_type"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """token: each token has its own importance ratio; sequence: all tokens of a sample share the geometric mean
+    (GSPO)"""
+    epsilon_low: float | None = Field(None, gt=0, le=1)
+    """lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: how far a token's probability may fall; dppo_kl: the
+    binary KL divergence at which it has fallen too far; gmpo: of the logarithm of the ratio; null: as in the paper of
+    loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 3e-4)"""
+    epsilon_high: float | None = Field(None, gt=0)
+    """upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl, gmpo: as epsilon_low, of what
+    rises; null: as in the paper of loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 4e-4)"""
+    delta: float | None = Field(None, gt=1)
+    """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
+    dual_clip: float | None = Field(None, gt=1)
+    """dual clipping: lower bound of the surrogate for negative advantages, as a multiple of the advantage; null: off"""
+    sapo_temperature_pos: float | None = Field(
+        None,
+        gt=0,
+        description=f"temperature of sapo's gate for positive advantages; null: {LossConfig.sapo_temperature_pos:g}",
+    )
+    sapo_temperature_neg: float | None = Field(
+        None,
+        gt=0,
+        description=f"temperature of sapo's gate for other advantages; null: {LossConfig.sapo_temperature_neg:g}",
+    )
+    dppo_ratio_cap: float | None = Field(
+        None,
+        ge=1,
+        description=f"maximum of the ratio in dppo_tv and dppo_kl; null: {LossConfig.dppo_ratio_cap:g}",
+    )
+    vespo_k_pos: float | None = Field(
+        None,
+        ge=0,
+        description=f"exponent of vespo's weight for advantages >= 0; null: {LossConfig.vespo_k_pos:g}",
+    )
+    vespo_lambda_pos: float | None = Field(
+        None,
+        gt=0,
+        description=f"decay of vespo's weight for advantages >= 0; null: {LossConfig.vespo_lambda_pos:g}",
+    )
+    vespo_k_neg: float | None = Field(
+        None,
+        ge=0,
+        description=f"exponent of vespo's weight for negative advantages; null: {LossConfig.vespo_k_neg:g}",
+    )
+    vespo_lambda_neg: float | None = Field(
+        None,
+        gt=0,
+        description=f"decay of vespo's weight for negative advantages; null: {LossConfig.vespo_lambda_neg:g}",
+    )
+
+    advantage_estimator: Literal[
+        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+    ] = "grpo"
+    """baseline that is subtracted from the reward. grpo: mean of the group; rloo: mean of the other samples of the
+    group; reinforce_plus_plus: mean over the tokens of the step; reinforce_plus_plus_baseline: mean of the group, then
+    mean over the tokens of the step"""
+    # Users of other trainers write true for the group's deviation and false for none.
+    scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
+        None
+    )
+    """divide advantages by the standard deviation of the rewards of the group, of the step (batch), or not at all
+    (none); null: as in the paper of the estimator (grpo: group, rloo: none, reinforce_plus_plus: batch)"""
+
+    advantage_std_floor: float = Field(STD_FLOOR, gt=0)
+    """added to the standard deviation before dividing by it; verl uses 1e-6, TRL 1e-4"""
+
+    beta: float = Field(0.01, ge=0)
+    """coefficient of the KL penalty; 0: no KL penalty, and no reference model is loaded"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of the KL divergence, with d = logp - reference logp. k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1. Use k1
+    only with kl_in_reward: in the loss its gradient has mean 0"""
+    kl_in_reward: bool = False
+    """subtract beta x KL from the rewards instead of adding it to the loss; requires old log-probs"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """coefficient of the entropy bonus; 0: no bonus"""
+
+    mask_truncated_completions: bool = False
+    """exclude completions that were truncated at max_tokens from the loss"""
+    dynamic_sampling: bool = False
+    """replace groups whose rewards are all equal (zero advantage) with groups of new prompts"""
+    dynamic_sampling_rounds: int | None = Field(
+        None,
+        ge=1,
+        le=100,
+        description=f"maximum number of rounds of replacement per step; null: {DEFAULT_ROUNDS}",
+    )
+
+    importance_sampling_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """correct for differences between generator and trainer: multiply the surrogate by p_trainer / p_generator of the
+    token or of the sequence; above importance_sampling_cap the weight is clamped to it (truncate) or set to 0 (mask).
+    Requires old log-probs"""
+    importance_sampling_cap: float | None = Field(
+        None,
+        ge=1,
+        description=f"maximum weight in importance_sampling_correction; null: {DEFAULT_CAP}",
+    )
+    old_logps: Literal["trainer", "generator"] | None = None
+    """whose log-probs the ratio compares with. trainer: the policy's before the first update; generator: those that the
+    tokens were sampled with, so that the ratio also corrects the generator's mismatch and no pass is needed; null: as
+    in the paper of loss_type (dppo_tv, dppo_kl, vespo: generator, others: trainer)"""
+    enable_oldpolicy: bool = True
+    """use the policy's log-probs before the first update if a rollout has more than one: computed, or with
+    context.batch_invariant the generator's; false: the ratio is always 1"""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float] | None:
+        """Returns epsilon_low and epsilon_high; None of a loss that clips nothing."""
+        bounds = LOSS_TYPES[self.loss_type].epsilon
+        if bounds is None:
+            return None
+        low, high = self.epsilon_low, self.epsilon_high
+        return bounds[0] if low is None else low, bounds[1] if high is None else high
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss_aggregation or LOSS_TYPES[self.loss_type].aggregation
+
+    @property
+    def old_source(self) -> str:
+        """Returns whose the old log-probs are: the trainer's or the generator's."""
+        return self.old_logps or LOSS_TYPES[self.loss_type].old
+
+    @property
+    def loss_of_samples(self) -> bool:
+        """Returns whether a ratio, or what is made of it, is one number a sample."""
+        by_sequence = self.importance_sampling_level == "sequence"
+        return by_sequence or LOSS_TYPES[self.loss_type].of_samples
+
+    @property
+    def reward_scale(self) -> str:
+        return self.scale_rewards or SCALES[self.advantage_estimator]
+
+    @property
+    def correction_cap(self) -> float:
+        return self.importance_sampling_cap or DEFAULT_CAP
+
+    @property
+    def resampling_rounds(self) -> int:
+        """Returns the maximum of replacement rounds a step; 0 without dynamic sampling."""
+        return (self.dynamic_sampling_rounds or DEFAULT_ROUNDS) if self.dynamic_sampling else 0
