@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mindspore import Tensor, nn, ops
@@ -26,6 +26,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import by_sample
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
@@ -46,6 +47,17 @@ FAMILIES = (
     "mixtral",
     "deepseek_v3",
 )
+
+
+class Bounds(NamedTuple):
+    """`gradients` of a tensor's largest one."""
+
+    logits: float
+    logps: float
+    gradients: float
+
+
+BOUNDS = Bounds(1e-4, 1e-5, 1e-5)
 
 
 @dataclass(frozen=True)
@@ -102,18 +114,27 @@ class Logits(nn.Cell):
 
 
 def train(
-    golden: Golden, backend: Backend, rows: Sequence[PackedRow]
-) -> tuple[Policy, list[np.ndarray]]:
-    """The gradient of the log-probs' sum in a policy's accumulators, and the log-probs by sample."""
+    golden: Golden,
+    backend: Backend,
+    rows: Sequence[PackedRow],
+    layout: Layout | None = None,
+) -> tuple[Policy, dict[int, np.ndarray]]:
+    """The gradient of the log-probs' sum in a policy's accumulators, not summed over ranks yet, and the log-probs by
+    sample, of this rank's samples where it has the last stage. `layout` is of one rank by default.
+    """
+    layout = layout or golden.layout
+    mesh = layout.mesh
+    share, part = (mesh.index(backend.rank, axis) for axis in ("dp", "cp"))
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
+    length += -length % (mesh.mp * mesh.cp)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
-    shape = MicroShape(len(rows), length)
+    shape = MicroShape(-(-len(rows) // mesh.dp), length, context_ranks=mesh.cp)
     settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, LossConfig(), 1.0, adamw)
-    policy = Policy(golden.config, golden.layout, backend, settings)
+    policy = Policy(golden.config, layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     rollout = golden.rollout
     packed = PackedRollout(rollout)
-    batches = micro_batches(rollout, rows, shape, 1, 0)
+    batches = micro_batches(rollout, rows, shape, mesh.dp, share, part)
     if golden.config.moe is not None:
         policy.pipeline.record(batches, packed)
     (batch,) = policy.pipeline.planned(batches, packed)
@@ -122,9 +143,8 @@ def train(
     unread = (ones, np.zeros(len(ones), np.int32), ones)
     inputs = LossInputs(0 * ones, 0 * ones, -ones, ones, *unread)
     results = policy.accumulate([batch], [inputs], False)
-    assert results is not None
-    by_sample = batch.gather(results[0][0])
-    return policy, [by_sample[i] for i in range(len(rollout))]
+    own = by_sample([batch], results, policy.shard.context_group)
+    return policy, {sample: own[sample][0] for sample in sorted(own)}
 
 
 def each_in_its_row(rollout: Rollout) -> list[PackedRow]:

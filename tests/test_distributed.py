@@ -17,12 +17,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from distributed import cases as c
+from golden_models import BOUNDS, read_golden
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
 
@@ -74,7 +76,7 @@ def _launch(which: Which, folder: Path) -> World:
         environment["MS_NODE_TIMEOUT"] = str(LAUNCH_SECONDS)
     # The scheduler and every rank find the programs and mindgrpo as this process does.
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment.get('PATH', '')}"
-    environment["PYTHONPATH"] = f"{HERE.parent}:{environment.get('PYTHONPATH', '')}"
+    environment["PYTHONPATH"] = f"{HERE.parent}:{HERE}:{environment.get('PYTHONPATH', '')}"
     with (folder / "output.log").open("w") as output:
         process = subprocess.Popen(
             _command(which, folder),
@@ -335,6 +337,19 @@ def test_a_sharded_optimizer_has_the_bits_of_one_of_whole_parameters_and_less_of
         replicas = case.mesh[0]
         # Rows that no number of ranks divides are rounded up: of adapters there are few.
         assert whole <= own * replicas <= whole * (2 if case.lora else 1.02)
+
+
+@pytest.mark.parametrize("case", c.GOLDEN, ids=lambda case: case.family)
+def test_log_probs_and_every_gradient_of_experts_on_several_ranks_are_those_of_transformers(
+    launch: Launch, case: c.Golden
+) -> None:
+    found = [rank["golden"][case.family] for rank in launch(case.world)[1]]
+    golden = read_golden(case.family)
+    assert sum(one["samples"] for one in found) >= len(golden.rollout)
+    assert max(one["logps"] for one in found) < BOUNDS.logps
+    gaps = [gap for one in found for gap in one["gradients"].items()]
+    assert {name for name, _ in gaps} == set(golden.gradients)
+    assert all(gap < BOUNDS.gradients for _, gap in gaps), max(gaps, key=itemgetter(1))
 
 
 def test_what_a_sharded_optimizer_saves_goes_on_bit_for_bit_over_other_replicas_and_whole(

@@ -41,7 +41,7 @@ def test_equal_experts_compute_the_dense_model_and_share_its_gradients(
     mixture = replace(dense, directory=tmp_path, config=config, layout=layout)
     backend = connect(SHARED_MEMORY, {}, RuntimeSettings(matmul_precision="highest"))
     policy, logps = train(mixture, backend, each_in_its_row(mixture.rollout))
-    assert np.abs(np.stack(logps) - dense.values["logps"]).max() < 1e-5
+    assert np.abs(np.stack(list(logps.values())) - dense.values["logps"]).max() < 1e-5
     made = policy.gradients.arrays.hf_views
     for name, expected in dense.gradients.items():
         found = made.get(name)

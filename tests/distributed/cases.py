@@ -378,6 +378,26 @@ SHARDED = (
 SHARDED_MOVES = (((4, 2, 1), True), ((2, 2, 2), True), ((1, 4, 2), False))
 
 
+@dataclass(frozen=True)
+class Golden:
+    """A family of tests/golden/ on several ranks; `mesh` is (data, model, stage, context), `experts` as of a Case."""
+
+    family: str
+    mesh: tuple[int, int, int, int]
+    experts: tuple[int, int]
+
+    @property
+    def world(self) -> tuple[int, str]:
+        return prod(self.mesh), "shared_memory"
+
+
+GOLDEN = (
+    Golden("qwen3_moe", (2, 2, 2, 1), (2, 2)),
+    Golden("mixtral", (2, 4, 1, 1), (4, 2)),
+    Golden("deepseek_v3", (1, 2, 2, 2), (2, 2)),
+)
+
+
 def pairs_of(world: tuple[int, str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     return PAIRS if world == MOVED_WORLD else DEVICE_PAIRS
 

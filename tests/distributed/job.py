@@ -24,6 +24,7 @@ import cases as c
 import numpy as np
 from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
+from golden import golden_gaps
 from own_order import add_in_own_order
 from saving import saved_and_loaded
 from scripted_turns import scripted
@@ -381,6 +382,8 @@ def run_all(folder: Path, backend: Backend) -> None:
         parts |= {"round_trips": round_trips, "checkpoints": saving}
     if any(case.world == world for case in c.SHARDED):
         parts |= {"sharded": partial(sharded_optimizers, folder / "sharded")}
+    if any(case.world == world for case in c.GOLDEN):
+        parts |= {"golden": golden_gaps}
     for name, part in parts.items():
         started = time.perf_counter()
         result[name] = part(backend)

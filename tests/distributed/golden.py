@@ -1,0 +1,53 @@
+"""What transformers computed of the models of tests/golden/, beside what ranks compute together, for job.py.
+
+Judges nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import cases as c
+import numpy as np
+from golden_models import each_in_its_row, read_golden, train
+
+from mindgrpo.backend.contract import Backend
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout
+
+
+def golden_gaps(backend: Backend) -> dict[str, Any]:
+    """By family of this world: the largest gap of this rank's log-probs, and of each of its parts of a gradient, of
+    the tensor's largest one.
+    """
+    return {
+        case.family: _gaps(backend, case)
+        for case in c.GOLDEN
+        if case.world == (backend.world_size, "shared_memory")
+    }
+
+
+def _gaps(backend: Backend, case: c.Golden) -> dict[str, Any]:
+    golden = read_golden(case.family)
+    ep, emp = case.experts
+    mesh = replace(Mesh(*case.mesh), ep=ep, emp=emp)
+    splits = mesh.mp > 1
+    layout = Layout.of(mesh, parameter_specs(golden.config, splits), 0, splits)
+    policy, logps = train(golden, backend, each_in_its_row(golden.rollout), layout)
+    policy.gradient_norm()
+    gradients, whole = policy.gradients, golden.gradients
+    with gradients.on_host() as host:
+        gaps = {
+            name: np.abs(part - whole[name][gradients.boxes[name].slices]).max()
+            / np.abs(whole[name]).max()
+            for name, part in host.hf_views.items()
+            if name in whole
+        }
+    found = [np.abs(own - golden.values["logps"][i]).max() for i, own in logps.items()]
+    return {
+        "samples": len(found),
+        "logps": float(max(found, default=0.0)),
+        "gradients": {name: float(gap) for name, gap in gaps.items()},
+    }
