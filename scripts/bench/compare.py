@@ -44,6 +44,9 @@ class Contest:
 
 OURS = Contestant("mindgrpo", "", "step.py")
 RANKS = ("--ranks", "8", "--train", "1,4,2", "--infer", "2,4")
+# As many parameters a token with experts and without.
+MIXTURE = ("--work", str(HERE / "work_qwen3_moe.json"))
+DENSE = ("--work", str(HERE / "work_qwen3.json"))
 GENERATORS = (
     Contestant("mindgrpo", "", "generate.py"),
     Contestant("transformers", "trl", "peers/hf_generate.py"),
@@ -59,6 +62,22 @@ CONTESTS = {
     ),
     "ranks": Contest(
         (Contestant("mindgrpo 8 ranks", "", "step.py", RANKS), OURS), {"mindgrpo": 1.6}, True
+    ),
+    "experts": Contest(
+        (
+            Contestant("8 experts, 2 a token", "", "step.py", MIXTURE),
+            Contestant("dense", "", "step.py", DENSE),
+        ),
+        {"dense": 1.3},
+        True,
+    ),
+    "decode_experts": Contest(
+        (
+            Contestant("8 experts, 2 a token", "", "generate.py", MIXTURE),
+            Contestant("dense", "", "generate.py", DENSE),
+        ),
+        {"dense": 1 / 1.3},
+        False,
     ),
 }
 
