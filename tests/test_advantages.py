@@ -6,6 +6,7 @@ Does not prove that the loss uses them rightly, nor that a step computes the log
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from mindgrpo.algorithm.advantages import (
     zero_std_groups,
 )
 from mindgrpo.algorithm.loss_config import AdvantageConfig
-from mindgrpo.algorithm.rollout_correction import correct_rollout
+from mindgrpo.algorithm.rollout_correction import correct_rollout, rejected_samples
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.train_batch import compute_advantages
 
@@ -144,6 +145,45 @@ def test_a_tokens_factor_is_its_ratio_up_to_the_cap(mode: str) -> None:
     assert found.mean == pytest.approx((2 + 5 / 6 + 9 + 2) / 4)
 
 
+@pytest.mark.parametrize(("mode", "ends"), [("token_truncate", (0.5, 5.0)), ("token_mask", (0, 0))])
+def test_a_floor_bounds_ratios_as_the_cap_does(mode: str, ends: tuple[float, float]) -> None:
+    trainer, generator = [np.log([0.04, 0.5, 0.9])], [np.log([0.1, 0.6, 0.1])]
+    found = correct_rollout(trainer, generator, [np.ones(3, bool)], mode, 5.0, 0.5)
+    np.testing.assert_allclose(found.weights[0], [ends[0], 5 / 6, ends[1]], rtol=1e-6)
+    assert found.capped == pytest.approx(2 / 3)
+
+
+# Of ratios 2 and 1/2 the geometric mean is 1, and of one token more it is their own.
+RATIOS = ([2.0, 0.5], [1.0, 1.0], [0.96, 1.0], [1.0, 1.05], [], [1e-5, 1e5])
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"rejection_geometric_low": 0.99}, [2]),
+        ({"rejection_geometric_high": 1.01}, [3]),
+        ({"rejection_geometric_low": 0.975, "rejection_geometric_high": 1.03}, []),
+        # (2 - 1 - log 2 + 0.5 - 1 + log 2) / 2 = 0.25
+        ({"rejection_k3": 0.2499}, [0, 5]),
+        ({"rejection_k3": 0.2501}, [5]),
+        ({"rejection_veto": 1e-4}, [5]),
+        ({"rejection_veto": 0.51, "rejection_geometric_high": 1.01}, [0, 3, 5]),
+    ],
+    ids=str,
+)
+def test_samples_that_both_rate_too_differently_are_left_out(
+    bounds: dict[str, float], expected: list[int]
+) -> None:
+    generator = [np.full(len(row) + 1, -1.0, np.float32) for row in RATIOS]
+    # The last token is context, of which the ratio is no one's.
+    trainer = [
+        np.append(g[:-1] + np.log(row), 5.0) for g, row in zip(generator, RATIOS, strict=True)
+    ]
+    masks = [np.arange(g.size) < g.size - 1 for g in generator]
+    found = rejected_samples(trainer, generator, masks, AdvantageConfig(2, **bounds))
+    assert np.flatnonzero(found).tolist() == expected
+
+
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
 def test_a_samples_factor_is_the_product_of_its_tokens_ratios(mode: str) -> None:
     trainer = [np.log([0.2, 0.5, 0.9]), np.log([0.3, 0.1])]
@@ -248,11 +288,21 @@ def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_no
         np.testing.assert_allclose(weights, np.minimum(ratio, 1.5), rtol=1e-5)
     assert batch.sample_mask is not None and batch.sample_mask.tolist() == COUNTED.tolist()
     assert correction.largest > 1.5 and 0 < correction.capped < 1
+    assert batch.rejected is None
+    strict, _ = compute_advantages(ROLLOUT, REWARDS, replace(config, rejection_veto=0.9), OLD)
+    assert strict.rejected is not None and strict.rejected[COUNTED].any()
+    assert strict.sample_mask is not None
+    np.testing.assert_array_equal(strict.sample_mask, COUNTED & ~strict.rejected)
+    np.testing.assert_array_equal(strict.advantages, batch.advantages)
 
 
 @pytest.mark.parametrize(
     "config",
-    [AdvantageConfig(3, reward_beta=0.1), AdvantageConfig(3, correction="sequence_mask")],
+    [
+        AdvantageConfig(3, reward_beta=0.1),
+        AdvantageConfig(3, correction="sequence_mask"),
+        AdvantageConfig(3, rejection_k3=0.1),
+    ],
 )
 def test_advantages_without_the_log_probs_they_need_are_refused(config: AdvantageConfig) -> None:
     assert config.needs_old

@@ -82,6 +82,12 @@ def config(**keys: Any) -> Config:
             "rl_config.importance_sampling_correction needs the policy's log-probs before",
         ),
         ({"importance_sampling_cap": 3.0}, "so nothing is capped"),
+        ({"importance_sampling_floor": 0.5}, "so nothing is bounded"),
+        (
+            {"rejection_k3": 0.1, "loss_type": "dppo_kl"},
+            "rl_config.rejection_k3 compares the trainer's log-probs before",
+        ),
+        ({"rejection_veto": 0.1, "enable_oldpolicy": False}, "rejection_veto needs the policy's"),
         ({"dynamic_sampling_rounds": 3}, "so nothing is replaced"),
         (
             {

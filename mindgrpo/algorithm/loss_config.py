@@ -117,6 +117,14 @@ class LossConfig:
         return self.by_sequence or LOSS_TYPES[self.loss_type].of_samples
 
 
+REJECTIONS = (
+    "rejection_geometric_low",
+    "rejection_geometric_high",
+    "rejection_k3",
+    "rejection_veto",
+)
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
     """How rewards become advantages, masks and weights of tokens; names are those of rl_config.
@@ -132,6 +140,11 @@ class AdvantageConfig:
     kl_estimator: str = "k3"
     correction: str = "none"
     correction_cap: float = 2.0
+    correction_floor: float = 0.0
+    rejection_geometric_low: float | None = None
+    rejection_geometric_high: float | None = None
+    rejection_k3: float | None = None
+    rejection_veto: float | None = None
     mask_truncated: bool = False
     std_floor: float = STD_FLOOR
     by_turn: bool = False
@@ -139,4 +152,9 @@ class AdvantageConfig:
     @property
     def needs_old(self) -> bool:
         """Returns whether the policy's log-probs before the first update are needed, however many updates follow."""
-        return self.reward_beta > 0 or self.correction != "none"
+        return self.reward_beta > 0 or self.correction != "none" or self.rejects
+
+    @property
+    def rejects(self) -> bool:
+        """Returns whether samples are left out by how differently trainer and generator rate them."""
+        return any(getattr(self, name) is not None for name in REJECTIONS)

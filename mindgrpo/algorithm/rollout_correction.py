@@ -1,4 +1,6 @@
-"""Importance weights that correct for a generator whose probabilities are not quite the trainer's. Pure numpy."""
+"""Importance weights that correct for a generator whose probabilities are not quite the trainer's, and the samples
+that none of them corrects. Pure numpy.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.sample import Arrays
 
 # In metrics a ratio counts at most so much: the product over a long sample may be beyond every float.
@@ -18,7 +21,7 @@ class RolloutCorrection:
     """`weights` float32 [completion length] per sample; the other figures are of the ratios before the cap.
 
     `mean` and `largest` are over the tokens that the policy wrote, each with its sample's ratio at sequence level and
-    counted as LARGEST_RATIO at most; `capped` is the share of these whose ratio is above the cap.
+    counted as LARGEST_RATIO at most; `capped` is the share of these whose ratio is above the cap or below the floor.
     """
 
     weights: list[np.ndarray]
@@ -28,13 +31,19 @@ class RolloutCorrection:
 
 
 def correct_rollout(
-    trainer: Arrays, generator: Arrays, action_mask: Arrays, mode: str, cap: float
+    trainer: Arrays,
+    generator: Arrays,
+    action_mask: Arrays,
+    mode: str,
+    cap: float,
+    floor: float = 0.0,
 ) -> RolloutCorrection:
     """Computes weights of the policy's term: rho_t = p_trainer(o_t) / p_generator(o_t), at most `cap`, or 0 above it.
 
     token_truncate: min(rho_t, C) (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", 2025). sequence_*: rho is the product over the sample, the same for all its tokens (J. Liu et al.,
-    "When Speed Kills Stability", 2025). *_mask: rho where rho <= C, else 0 (masked importance sampling, same text).
+    "When Speed Kills Stability", 2025). *_mask: rho where floor <= rho <= C, else 0 (masked importance sampling, same
+    text; with a floor IcePop, arXiv:2510.18855). *_truncate: at least `floor`.
     `trainer` and `generator` float [completion length] per sample are log-probs before the step's first update; tokens
     outside of `action_mask` (bool, likewise) are ignored.
     """
@@ -46,14 +55,45 @@ def correct_rollout(
             difference = np.full(difference.shape, difference.sum())
         with np.errstate(over="ignore"):  # an infinite ratio is above any cap
             ratios.append(np.exp(difference))
-    bounded = cap if cut == "truncate" else 0.0
-    weights = [np.where(ratio > cap, bounded, ratio).astype(np.float32) for ratio in ratios]
+    above, below = (cap, floor) if cut == "truncate" else (0.0, 0.0)
+    weights = [
+        np.where(ratio > cap, above, np.where(ratio < floor, below, ratio)).astype(np.float32)
+        for ratio in ratios
+    ]
     actions = [ratio[mask] for ratio, mask in zip(ratios, action_mask, strict=True)]
     tokens = np.concatenate([*actions, np.zeros(0)])
     if not tokens.size:
         return RolloutCorrection(weights, 1.0, 1.0, 0.0)
-    capped = float((tokens > cap).mean())
+    capped = float(((tokens > cap) | (tokens < floor)).mean())
     bounded_tokens = np.minimum(tokens, LARGEST_RATIO)
     return RolloutCorrection(
         weights, float(bounded_tokens.mean()), float(bounded_tokens.max()), capped
     )
+
+
+def rejected_samples(
+    trainer: Arrays, generator: Arrays, action_mask: Arrays, config: AdvantageConfig
+) -> np.ndarray:
+    """Returns bool [samples]: those that trainer and generator rate too differently to learn from.
+
+    With d_t = log p_trainer(o_t) - log p_generator(o_t) of a sample's tokens: where exp(mean of d) is outside of
+    rejection_geometric_low and _high (geometric sequence masking, J. Liu et al., "When Speed Kills Stability", 2025);
+    where the mean of exp(d) - 1 - d, k3 of their divergence, is above rejection_k3; or where some exp(d_t) is below
+    rejection_veto. Arguments as of `correct_rollout`; a bound that is None rejects nothing.
+    """
+    low, high = config.rejection_geometric_low, config.rejection_geometric_high
+    rejected = []
+    for own, other, mask in zip(trainer, generator, action_mask, strict=True):
+        difference = (own.astype(np.float64) - other)[mask]
+        if not difference.size:
+            rejected.append(False)
+            continue
+        ratio = np.exp(np.minimum(difference, math.log(LARGEST_RATIO)))
+        mean, k3 = math.exp(min(difference.mean(), 20.0)), float((ratio - 1.0 - difference).mean())
+        rejected.append(
+            (low is not None and mean < low)
+            or (high is not None and mean > high)
+            or (config.rejection_k3 is not None and k3 > config.rejection_k3)
+            or (config.rejection_veto is not None and float(ratio.min()) < config.rejection_veto)
+        )
+    return np.array(rejected, bool)

@@ -363,7 +363,7 @@ class TrainBatch:
     `advantages` float32 [samples]; where they differ from token to token, `token_advantages` has them and `advantages`
     their means. `old_logps` are the policy's before the step's first update (None: those of the update itself).
     `rollout_is_weights` weigh the policy's term (None: 1). `sample_mask` bool [samples] says which samples have a part
-    in the loss (None: all).
+    in the loss (None: all); `rejected` likewise, which the correction of the mismatch left out (None: not asked).
     """
 
     rollout: Rollout
@@ -373,6 +373,7 @@ class TrainBatch:
     reference_logps: Arrays | None = None
     rollout_is_weights: Arrays | None = None
     sample_mask: np.ndarray | None = None
+    rejected: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rollout)

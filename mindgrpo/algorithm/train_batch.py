@@ -15,7 +15,11 @@ from mindgrpo.algorithm.advantages import (
 )
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.losses import kl_estimate
-from mindgrpo.algorithm.rollout_correction import RolloutCorrection, correct_rollout
+from mindgrpo.algorithm.rollout_correction import (
+    RolloutCorrection,
+    correct_rollout,
+    rejected_samples,
+)
 from mindgrpo.algorithm.sample import LENGTH, Arrays, Rollout, TrainBatch
 
 
@@ -58,14 +62,17 @@ def compute_advantages(
             advantages = group_advantages(
                 rewards, config.num_generations, config.scale_rewards, config.std_floor
             )
-    correction = None
-    if config.correction != "none":
+    correction = rejected = None
+    if config.correction != "none" or config.rejects:
         if old_logps is None:
             raise ValueError("the correction of the rollout's log-probs needs the policy's")
-        mode, cap = config.correction, config.correction_cap
-        correction = correct_rollout(
-            old_logps, rollout.generator_logps, rollout.action_mask, mode, cap
-        )
+        compared = old_logps, rollout.generator_logps, rollout.action_mask
+    if config.correction != "none":
+        bounds = config.correction_cap, config.correction_floor
+        correction = correct_rollout(*compared, config.correction, *bounds)
+    if config.rejects:
+        rejected = rejected_samples(*compared, config)
+        sample_mask = ~rejected if sample_mask is None else sample_mask & ~rejected
     batch = TrainBatch(
         rollout,
         advantages,
@@ -74,6 +81,7 @@ def compute_advantages(
         reference_logps,
         None if correction is None else correction.weights,
         sample_mask,
+        rejected,
     )
     return batch, correction
 

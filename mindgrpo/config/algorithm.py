@@ -140,13 +140,23 @@ class AlgorithmKeys(Section):
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "none"
     """correct for differences between generator and trainer: multiply the surrogate by p_trainer / p_generator of the
-    token or of the sequence; above importance_sampling_cap the weight is clamped to it (truncate) or set to 0 (mask).
-    Requires old log-probs"""
+    token or of the sequence; above importance_sampling_cap, or below importance_sampling_floor, the weight is clamped
+    to it (truncate) or set to 0 (mask). Requires old log-probs"""
     importance_sampling_cap: float | None = Field(
         None,
         ge=1,
         description=f"maximum weight in importance_sampling_correction; null: {DEFAULT_CAP}",
     )
+    importance_sampling_floor: float | None = Field(None, gt=0, le=1)
+    """minimum weight in importance_sampling_correction (IcePop: 0.5 with token_mask and a cap of 5); null: none"""
+    rejection_geometric_low: float | None = Field(None, gt=0, le=1)
+    """leave out samples whose geometric mean of p_trainer / p_generator is below, such as 0.99; null: off"""
+    rejection_geometric_high: float | None = Field(None, ge=1)
+    """leave out samples whose geometric mean of p_trainer / p_generator is above, such as 1.01; null: off"""
+    rejection_k3: float | None = Field(None, gt=0)
+    """leave out samples whose mean k3 divergence of trainer and generator is above; null: off"""
+    rejection_veto: float | None = Field(None, gt=0, lt=1)
+    """leave out samples with a token of which p_trainer / p_generator is below, such as 1e-4; null: off"""
     old_logps: Literal["trainer", "generator"] | None = None
     """whose log-probs the ratio compares with. trainer: the policy's before the first update; generator: those that the
     tokens were sampled with, so that the ratio also corrects the generator's mismatch and no pass is needed; null: as

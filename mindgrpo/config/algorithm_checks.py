@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
 from mindgrpo.config.algorithm import SCALES
 from mindgrpo.config.rl import RLConfig
 
@@ -90,6 +90,16 @@ def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
         )
 
 
+def _need_the_trainers(rl: RLConfig) -> list[str]:
+    """Returns keys that compare the trainer's log-probs before its first update with others."""
+    named = [name for name in REJECTIONS if getattr(rl, name) is not None]
+    if rl.kl_in_reward:
+        named.append("kl_in_reward")
+    if rl.importance_sampling_correction != "none":
+        named.append("importance_sampling_correction")
+    return named
+
+
 def _old_of_generator(rl: RLConfig) -> Iterator[str]:
     """Yields what needs the trainer's log-probs before its update, where the generator's take their place."""
     if rl.old_source != "generator":
@@ -97,15 +107,11 @@ def _old_of_generator(rl: RLConfig) -> Iterator[str]:
     source = (
         "generator" if rl.old_logps else f"null, which is generator with loss_type {rl.loss_type}"
     )
-    for name, active in (
-        ("kl_in_reward", rl.kl_in_reward),
-        ("importance_sampling_correction", rl.importance_sampling_correction != "none"),
-    ):
-        if active:
-            yield (
-                f"rl_config.{name} compares the trainer's log-probs before its update, but rl_config.old_logps is "
-                f"{source}, so that they are not computed; leave {name} out or set old_logps to trainer"
-            )
+    for name in _need_the_trainers(rl):
+        yield (
+            f"rl_config.{name} compares the trainer's log-probs before its update, but rl_config.old_logps is "
+            f"{source}, so that they are not computed; leave {name} out or set old_logps to trainer"
+        )
     if not rl.enable_oldpolicy:
         yield (
             f"rl_config.old_logps is {source}, but rl_config.enable_oldpolicy false makes every ratio 1; set "
@@ -115,21 +121,19 @@ def _old_of_generator(rl: RLConfig) -> Iterator[str]:
 
 def _switched_off(rl: RLConfig) -> Iterator[str]:
     corrects = rl.importance_sampling_correction != "none"
-    for name, active in (
-        ("kl_in_reward", rl.kl_in_reward),
-        ("importance_sampling_correction", corrects),
-    ):
-        if active and not rl.enable_oldpolicy:
+    if not rl.enable_oldpolicy:
+        for name in _need_the_trainers(rl):
             yield (
                 f"rl_config.{name} needs the policy's log-probs before its update, but rl_config.enable_oldpolicy "
                 f"is false; set enable_oldpolicy to true or leave {name} out"
             )
-    if rl.importance_sampling_cap is not None and not corrects:
-        yield (
-            f"rl_config.importance_sampling_cap is {rl.importance_sampling_cap}, but "
-            "rl_config.importance_sampling_correction is none, so nothing is capped; set the correction to "
-            "token_truncate or leave the cap out"
-        )
+    for name, effect in (("cap", "capped"), ("floor", "bounded")):
+        value = getattr(rl, f"importance_sampling_{name}")
+        if value is not None and not corrects:
+            yield (
+                f"rl_config.importance_sampling_{name} is {value}, but rl_config.importance_sampling_correction is "
+                f"none, so nothing is {effect}; set the correction to token_truncate or leave the {name} out"
+            )
     if rl.dynamic_sampling_rounds is not None and not rl.dynamic_sampling:
         yield (
             f"rl_config.dynamic_sampling_rounds is {rl.dynamic_sampling_rounds}, but rl_config.dynamic_sampling is "

@@ -229,6 +229,8 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
             "importance_weight/max": outcome.correction.largest,
             "importance_weight/capped_fraction": outcome.correction.capped,
         }
+    if outcome.batch.rejected is not None:
+        metrics["rejected_fraction"] = float(outcome.batch.rejected.mean())
     return metrics
 
 

@@ -84,6 +84,7 @@ def advantage_config(config: Config) -> AdvantageConfig:
         scale_rewards=rl.reward_scale,
         reward_beta=rl.beta if rl.kl_in_reward else 0.0,
         correction=rl.importance_sampling_correction,
+        correction_floor=rl.importance_sampling_floor or 0.0,
         mask_truncated=rl.mask_truncated_completions,
         std_floor=rl.advantage_std_floor,
         by_turn=rl.turn_advantages,

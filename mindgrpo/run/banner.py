@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.plan.micro_shapes import row_lines
@@ -73,7 +73,12 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
     if rl.mask_truncated_completions:
         samples.append("truncated completions left out")
     if rl.importance_sampling_correction != "none":
-        samples.append(f"{rl.importance_sampling_correction} above {rl.correction_cap:g}")
+        floor = rl.importance_sampling_floor
+        below = "" if floor is None else f" and below {floor:g}"
+        samples.append(f"{rl.importance_sampling_correction} above {rl.correction_cap:g}{below}")
+    for name in REJECTIONS:
+        if (bound := getattr(rl, name)) is not None:
+            samples.append(f"{name} {bound:g}")
     lines = [
         ", ".join(loss),
         f"advantages {rl.advantage_estimator}, scaled by {rl.reward_scale}; {kl}",
