@@ -6,18 +6,24 @@ Does not prove that the loss uses them rightly, nor that a step computes the log
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from mindgrpo.algorithm.advantages import (
+    best_of_group,
+    decoupled_advantages,
     group_advantages,
     leave_one_out,
+    maximum_likelihood,
+    optimal_baseline,
     reinforce_plus_plus,
+    rescaled_advantages,
     zero_std_groups,
 )
-from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.loss_config import ESTIMATORS, AdvantageConfig
 from mindgrpo.algorithm.rollout_correction import correct_rollout, rejected_samples
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.train_batch import compute_advantages
@@ -95,6 +101,69 @@ def test_leave_one_out_compares_with_the_others_of_the_group(group: int) -> None
         others = [float(rewards[j]) for j in range(start, start + group) if j != i]
         assert advantage == pytest.approx(rewards[i] - mean_of(others), rel=1e-5, abs=1e-7)
     np.testing.assert_array_equal(leave_one_out(np.full(4, 0.1), 4), np.zeros(4))
+
+
+def groups_of(values: np.ndarray, group: int) -> list[list[float]]:
+    return [values[i : i + group].tolist() for i in range(0, len(values), group)]
+
+
+@pytest.mark.parametrize("group", [2, 5])
+def test_maxrl_divides_by_the_mean_that_it_subtracts(group: int) -> None:
+    rewards = np.random.default_rng(group).integers(0, 3, group * 6).astype(float)
+    rewards[:group], rewards[group : 2 * group] = 0.0, -1.0
+    rewards[group] = 0.5
+    expected = []
+    for part in groups_of(rewards, group):
+        mean = mean_of(part)
+        expected += [(r - mean) / (mean + 1e-6) if mean > 0 else 0.0 for r in part]
+    found = maximum_likelihood(rewards, group)
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(found[: 2 * group], 0.0)
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    rewards, lengths = np.array([1.0, 0.0, 2.0, 3.0, 0.1, 0.1]), np.array([1, 3, 2, 2, 7, 1])
+    found = optimal_baseline(rewards, lengths, 2)
+    np.testing.assert_allclose(found, [0.75, -0.25, -0.5, 0.5, 0, 0], rtol=1e-6)
+    assert np.isfinite(optimal_baseline(rewards, np.zeros(6, int), 2)).all()
+
+
+def test_pass_at_k_rewards_the_best_of_a_group_for_its_lead() -> None:
+    rewards = np.array([0.1, 0.9, 0.4, 1.0, 1.0, 0.0, 0.2, 0.2, 0.2])
+    lead = 0.5 / (deviation_of([0.1, 0.9, 0.4], 1) + 1e-6)
+    np.testing.assert_allclose(best_of_group(rewards, 3, "group"), [0, lead, *[0] * 7], rtol=1e-6)
+    np.testing.assert_allclose(best_of_group(rewards, 3, "none"), [0, 0.5, *[0] * 7], rtol=1e-6)
+
+
+def test_gpg_makes_up_for_groups_without_a_gradient() -> None:
+    rewards = np.array([0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 3.0, 1.0])
+    expected = [-1.0, 1.0, 0, 0, 0, 0, 2.0, -2.0]  # twice the differences: 2 of 4 groups count
+    np.testing.assert_allclose(rescaled_advantages(rewards, 2), expected, rtol=1e-6)
+    np.testing.assert_array_equal(rescaled_advantages(np.ones(4), 2), np.zeros(4))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_gdpo_normalises_each_reward_by_itself_and_then_the_sum(missing: bool) -> None:
+    rng, group, weights = np.random.default_rng(3), 4, (1.0, 0.25)
+    functions = [rng.normal(size=12) * scale for scale in (1.0, 100.0)]
+    functions[0][4:8] = 0.1
+    for function in functions:
+        function[8:] = 0.1  # the last group is equal in every reward
+    if missing:
+        functions[1][[1, 2]] = np.nan
+    sums = np.zeros(12)
+    for weight, values in zip(weights, functions, strict=True):
+        for i, value in enumerate(values.tolist()):
+            start = i // group * group
+            part = [v for v in values[start : start + group].tolist() if not math.isnan(v)]
+            if not math.isnan(value):
+                deviation = deviation_of(part, 1) if len(set(part)) > 1 else 1.0
+                mean = mean_of(part) if len(set(part)) > 1 else value
+                sums[i] += weight * (value - mean) / (deviation + 1e-6)
+    expected = (sums - sums.mean()) / (deviation_of(sums.tolist(), 1) + 1e-6)
+    found = decoupled_advantages(list(zip(weights, functions, strict=True)), group)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(found[8:], 0.0)
 
 
 LENGTHS = (3, 1, 0, 4, 2, 5)
@@ -234,6 +303,7 @@ ROLLOUT = Rollout.single_turn(
     [i // 3 for i in range(len(LENGTHS))],
 )
 REWARDS = np.array([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
+COMPONENTS = [(1.0, np.arange(6.0)), (-0.5, np.array([1.0, 0, 0, 1, 1, 0]))]
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
@@ -255,6 +325,26 @@ def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, esti
     assert batch.token_advantages is None and batch.rollout_is_weights is None
     assert batch.sample_mask is None and correction is None
     assert (batch.rollout, batch.old_logps, batch.reference_logps) == (ROLLOUT, OLD, REFERENCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("maxrl", lambda: maximum_likelihood(REWARDS, 3)),
+        ("opo", lambda: optimal_baseline(REWARDS, ROLLOUT.action_lengths, 3)),
+        ("pass_at_k", lambda: best_of_group(REWARDS, 3, "group")),
+        ("gpg", lambda: rescaled_advantages(REWARDS, 3)),
+        ("gdpo", lambda: decoupled_advantages(COMPONENTS, 3)),
+    ],
+)
+def test_an_estimator_is_found_by_its_name(name: str, function: Callable[[], np.ndarray]) -> None:
+    config = AdvantageConfig(3, name, ESTIMATORS[name])
+    batch, _ = compute_advantages(ROLLOUT, REWARDS, config, components=COMPONENTS)
+    np.testing.assert_array_equal(batch.advantages, function())
+    assert batch.advantages.any() and batch.advantages.dtype == np.float32
+    if name == "gdpo":
+        with pytest.raises(ValueError, match="each function"):
+            compute_advantages(ROLLOUT, REWARDS, config)
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES
 from mindgrpo.algorithm.surrogates import SURROGATES
 from mindgrpo.config import BatchPlan, Config
 from mindgrpo.config.algorithm import AlgorithmKeys
@@ -67,6 +67,12 @@ def config(**keys: Any) -> Config:
             {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "none"},
             "is defined with batch",
         ),
+        (
+            {"advantage_estimator": "gdpo", "kl_in_reward": True},
+            "kl_in_reward is about the total reward",
+        ),
+        ({"advantage_estimator": "gdpo", "dynamic_sampling": True}, "gdpo about each function's"),
+        ({"advantage_estimator": "pass_at_k", "scale_rewards": "batch"}, "is defined with group"),
         ({"kl_in_reward": True, "beta": 0.0}, "no KL to take from the rewards"),
         (
             {
@@ -114,6 +120,7 @@ def test_choices_that_do_not_go_together_are_refused(keys: dict[str, Any], sente
         {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
         {"advantage_estimator": "rloo", "scale_rewards": "none"},
         {"scale_rewards": "batch"},
+        {"advantage_estimator": "pass_at_k", "scale_rewards": "none"},
         {"kl_in_reward": True, "importance_sampling_level": "sequence"},
         {"importance_sampling_correction": "sequence_mask", "importance_sampling_cap": 3.0},
         {"dynamic_sampling": True, "dynamic_sampling_rounds": 7, "num_generations": 2},
@@ -137,10 +144,15 @@ def test_scale_rewards_may_be_written_as_other_trainers_do(written: object, read
         ("rloo", "none"),
         ("reinforce_plus_plus", "batch"),
         ("reinforce_plus_plus_baseline", "batch"),
+        ("gdpo", "batch"),
+        ("pass_at_k", "group"),
+        ("maxrl", "none"),
     ],
 )
 def test_without_a_scale_the_estimator_has_its_papers(estimator: str, scale: str) -> None:
     assert config(advantage_estimator=estimator).rl_config.reward_scale == scale
+    known = get_args(AlgorithmKeys.model_fields["advantage_estimator"].annotation)
+    assert set(ESTIMATORS) == set(known)
 
 
 def test_the_kl_term_is_in_the_loss_or_in_the_reward_and_never_in_both() -> None:

@@ -45,6 +45,91 @@ def leave_one_out(rewards: np.ndarray, num_generations: int) -> np.ndarray:
     return advantages.reshape(-1).astype(np.float32)
 
 
+def decoupled_advantages(
+    components: Sequence[tuple[float, np.ndarray]],
+    num_generations: int,
+    std_floor: float = STD_FLOOR,
+) -> np.ndarray:
+    """Normalises each reward within its group, adds up, and divides by the step's deviation; float32 [samples].
+
+    With z_k = (r_k - mean(group)) / (std(group) + std_floor) and S_i = sum of w_k z_ik, A_i = (S_i - mean(S)) / (std(S)
+    + std_floor) (GDPO, arXiv:2601.05242; deviations are sample ones). `components` are (weight, float [samples]) of
+    each reward function, where a nan is left out and adds 0. Samples of groups in which every reward is equal have 0.
+    """
+    total = np.zeros(len(components[0][1]))
+    for weight, values in components:
+        groups = values.astype(np.float64).reshape(-1, num_generations)
+        known = ~np.isnan(groups)
+        count = np.maximum(known.sum(axis=1, keepdims=True), 1)
+        kept = np.where(known, groups, 0.0)
+        centred = np.where(known, groups - kept.sum(axis=1, keepdims=True) / count, 0.0)
+        highest = np.where(known, groups, -np.inf).max(axis=1, keepdims=True)
+        lowest = np.where(known, groups, np.inf).min(axis=1, keepdims=True)
+        deviation = np.sqrt((centred**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1))
+        total += weight * np.where(highest > lowest, centred / (deviation + std_floor), 0).reshape(
+            -1
+        )
+    deviation = total.std(ddof=1) if total.size > 1 else 0.0
+    advantages = (total - total.mean()) / (deviation + std_floor)
+    return np.where(total == 0, 0.0, advantages).astype(np.float32)
+
+
+def maximum_likelihood(
+    rewards: np.ndarray, num_generations: int, std_floor: float = STD_FLOOR
+) -> np.ndarray:
+    """Computes A_i = (r_i - mean(group)) / (mean(group) + std_floor) as float32 [samples].
+
+    MaxRL (arXiv:2602.02710), of rewards of at least 0; groups whose mean is not above 0 have advantage 0. Raises
+    ValueError on NaN.
+    """
+    means = _groups(rewards, num_generations).mean(axis=1, keepdims=True)
+    advantages = group_advantages(rewards, num_generations, "none").reshape(means.size, -1)
+    divided = np.where(means > 0, advantages / (np.maximum(means, 0.0) + std_floor), 0.0)
+    return divided.reshape(-1).astype(np.float32)
+
+
+def optimal_baseline(rewards: np.ndarray, lengths: np.ndarray, num_generations: int) -> np.ndarray:
+    """Computes A_i = r_i - sum_j l_j r_j / sum_j l_j over the group as float32 [samples].
+
+    OPO (arXiv:2505.23585); `lengths` int [samples] are the tokens that the policy wrote. Raises ValueError on NaN.
+    """
+    groups = _groups(rewards, num_generations)
+    sizes = lengths.astype(np.float64).reshape(groups.shape)
+    baseline = (sizes * groups).sum(axis=1, keepdims=True)
+    baseline = baseline / np.maximum(sizes.sum(axis=1, keepdims=True), 1.0)
+    advantages = groups - baseline
+    advantages[zero_std_groups(rewards, num_generations)] = 0.0
+    return advantages.reshape(-1).astype(np.float32)
+
+
+def best_of_group(
+    rewards: np.ndarray, num_generations: int, scale: str, std_floor: float = STD_FLOOR
+) -> np.ndarray:
+    """Gives the best sample of a group its lead over the second best, and the others 0; float32 [samples].
+
+    Pass@k training (as in verl's grpo_passk, arXiv:2503.19595): `scale` "group" divides by the group's standard
+    deviation, "none" does not. Two that are best alike have 0. Raises ValueError on NaN.
+    """
+    groups = _groups(rewards, num_generations)
+    ordered = np.sort(groups, axis=1)
+    lead = ordered[:, -1] - ordered[:, -2]
+    if scale == "group":
+        lead = lead / (groups.std(axis=1, ddof=1) + std_floor)
+    advantages = np.where(groups == ordered[:, -1:], lead[:, None], 0.0)
+    return advantages.reshape(-1).astype(np.float32)
+
+
+def rescaled_advantages(rewards: np.ndarray, num_generations: int) -> np.ndarray:
+    """Computes A_i = G / G' (r_i - mean(group)) as float32 [samples], where G' of G groups have unequal rewards.
+
+    GPG (arXiv:2504.02546): groups without a gradient do not make the update smaller. Raises ValueError on NaN.
+    """
+    is_flat = zero_std_groups(rewards, num_generations)
+    factor = is_flat.size / max(1, np.count_nonzero(~is_flat))
+    advantages = group_advantages(rewards, num_generations, "none")
+    return (factor * advantages.astype(np.float64)).astype(np.float32)
+
+
 def turn_advantages(
     turn_rewards: Sequence[np.ndarray],
     num_generations: int,

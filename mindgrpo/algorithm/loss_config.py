@@ -117,6 +117,21 @@ class LossConfig:
         return self.by_sequence or LOSS_TYPES[self.loss_type].of_samples
 
 
+# Every rl_config.advantage_estimator, and what it divides by where scale_rewards does not say.
+ESTIMATORS = {
+    "grpo": "group",
+    "rloo": "none",
+    "reinforce_plus_plus": "batch",
+    "reinforce_plus_plus_baseline": "batch",
+    "gdpo": "batch",
+    "maxrl": "none",
+    "opo": "none",
+    "pass_at_k": "group",
+    "gpg": "none",
+}
+# Those with which scale_rewards is a choice.
+ANY_SCALE = {"grpo": ("group", "batch", "none"), "pass_at_k": ("group", "none")}
+
 REJECTIONS = (
     "rejection_geometric_low",
     "rejection_geometric_high",

@@ -5,12 +5,19 @@ Pure numpy. Tokens that the policy did not write have no advantage and no part i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from mindgrpo.algorithm.advantages import (
+    best_of_group,
+    decoupled_advantages,
     group_advantages,
     leave_one_out,
+    maximum_likelihood,
+    optimal_baseline,
     reinforce_plus_plus,
+    rescaled_advantages,
     turn_advantages,
 )
 from mindgrpo.algorithm.loss_config import AdvantageConfig
@@ -22,6 +29,9 @@ from mindgrpo.algorithm.rollout_correction import (
 )
 from mindgrpo.algorithm.sample import LENGTH, Arrays, Rollout, TrainBatch
 
+# (weight, float [samples], nan where it did not score) of each reward function.
+Components = Sequence[tuple[float, np.ndarray]]
+
 
 def compute_advantages(
     rollout: Rollout,
@@ -30,13 +40,15 @@ def compute_advantages(
     old_logps: Arrays | None = None,
     reference_logps: Arrays | None = None,
     turn_rewards: Arrays | None = None,
+    components: Components = (),
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
 
-    `turn_rewards` float [turns] per sample are needed where turns have advantages of their own. `old_logps` and
-    `reference_logps` float32 [completion length] per sample are the policy's before its update and the reference's.
-    Raises ValueError on rewards that are not finite, and where the settings need log-probs or turn_rewards that are
-    None.
+    `components` are each reward function's, which gdpo needs; `turn_rewards` float [turns] per sample are needed where
+    turns have advantages of their own. `old_logps` and `reference_logps` float32 [completion length] per sample are the
+    policy's before its update and the reference's.
+    Raises ValueError on rewards that are not finite, and where the settings need log-probs, turn_rewards or
+    components that are not given.
     """
     sample_mask = None
     if config.mask_truncated:
@@ -56,12 +68,7 @@ def compute_advantages(
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
-        if config.advantage_estimator == "rloo":
-            advantages = leave_one_out(rewards, config.num_generations)
-        else:
-            advantages = group_advantages(
-                rewards, config.num_generations, config.scale_rewards, config.std_floor
-            )
+        advantages = _by_sample(rollout, rewards, config, components)
     correction = rejected = None
     if config.correction != "none" or config.rejects:
         if old_logps is None:
@@ -84,6 +91,30 @@ def compute_advantages(
         rejected,
     )
     return batch, correction
+
+
+def _by_sample(
+    rollout: Rollout, rewards: np.ndarray, config: AdvantageConfig, components: Components
+) -> np.ndarray:
+    """Returns float32 [samples], of the estimators that give a sample one advantage."""
+    count, scale, floor = config.num_generations, config.scale_rewards, config.std_floor
+    match config.advantage_estimator:
+        case "rloo":
+            return leave_one_out(rewards, count)
+        case "gdpo":
+            if not components:
+                raise ValueError("gdpo needs each function's rewards")
+            return decoupled_advantages(components, count, floor)
+        case "maxrl":
+            return maximum_likelihood(rewards, count, floor)
+        case "opo":
+            return optimal_baseline(rewards, rollout.action_lengths, count)
+        case "pass_at_k":
+            return best_of_group(rewards, count, scale, floor)
+        case "gpg":
+            return rescaled_advantages(rewards, count)
+        case _:
+            return group_advantages(rewards, count, scale, floor)
 
 
 def _means(by_token: Arrays, rollout: Rollout) -> np.ndarray:

@@ -6,19 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, STD_FLOOR, AdvantageConfig, LossConfig
+from mindgrpo.algorithm.loss_config import (
+    ESTIMATORS,
+    LOSS_TYPES,
+    STD_FLOOR,
+    AdvantageConfig,
+    LossConfig,
+)
 from mindgrpo.config.section import Section, spelled
 
 DEFAULT_CAP = AdvantageConfig.correction_cap
 DEFAULT_ROUNDS = 3
-
-# What each estimator divides by, where scale_rewards does not say.
-SCALES = {
-    "grpo": "group",
-    "rloo": "none",
-    "reinforce_plus_plus": "batch",
-    "reinforce_plus_plus_baseline": "batch",
-}
 
 
 class AlgorithmKeys(Section):
@@ -100,17 +98,28 @@ class AlgorithmKeys(Section):
     )
 
     advantage_estimator: Literal[
-        "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"
+        "grpo",
+        "rloo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "gdpo",
+        "maxrl",
+        "opo",
+        "pass_at_k",
+        "gpg",
     ] = "grpo"
-    """baseline that is subtracted from the reward. grpo: mean of the group; rloo: mean of the other samples of the
+    """baseline that is subtracted from the reward. grpo, gpg: mean of the group; rloo: mean of the other samples of the
     group; reinforce_plus_plus: mean over the tokens of the step; reinforce_plus_plus_baseline: mean of the group, then
-    mean over the tokens of the step"""
+    mean over the tokens of the step; gdpo: mean of the group, for each reward function by itself; maxrl: mean of the
+    group, which is the divisor too; opo: mean of the group weighted by length; pass_at_k: the second best of the group,
+    for the best one only"""
     # Users of other trainers write true for the group's deviation and false for none.
     scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         None
     )
     """divide advantages by the standard deviation of the rewards of the group, of the step (batch), or not at all
-    (none); null: as in the paper of the estimator (grpo: group, rloo: none, reinforce_plus_plus: batch)"""
+    (none); null: as in the paper of the estimator (grpo, pass_at_k: group; reinforce_plus_plus, gdpo: batch; others:
+    none)"""
 
     advantage_std_floor: float = Field(STD_FLOOR, gt=0)
     """added to the standard deviation before dividing by it; verl uses 1e-6, TRL 1e-4"""
@@ -191,7 +200,7 @@ class AlgorithmKeys(Section):
 
     @property
     def reward_scale(self) -> str:
-        return self.scale_rewards or SCALES[self.advantage_estimator]
+        return self.scale_rewards or ESTIMATORS[self.advantage_estimator]
 
     @property
     def correction_cap(self) -> float:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
-from mindgrpo.config.algorithm import SCALES
+from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, LOSS_TYPES, REJECTIONS
 from mindgrpo.config.rl import RLConfig
 
 
@@ -56,7 +55,7 @@ def _clips(rl: RLConfig) -> Iterator[str]:
 
 
 def _estimator(rl: RLConfig) -> Iterator[str]:
-    estimator, scale = rl.advantage_estimator, SCALES[rl.advantage_estimator]
+    estimator, scale = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
     if rl.num_generations == 1 and estimator != "reinforce_plus_plus":
         yield (
             f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
@@ -68,7 +67,17 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
             "rl_config.dynamic_sampling replaces groups whose rewards are all equal, and a group of "
             "rl_config.num_generations 1 always is; raise num_generations or turn dynamic_sampling off"
         )
-    if estimator != "grpo" and rl.reward_scale != scale:
+    if estimator == "gdpo":
+        for name, active in (
+            ("kl_in_reward", rl.kl_in_reward),
+            ("dynamic_sampling", rl.dynamic_sampling),
+        ):
+            if active:
+                yield (
+                    f"rl_config.{name} is about the total reward, and rl_config.advantage_estimator gdpo about each "
+                    f"function's; set {name} to false or use grpo"
+                )
+    if rl.reward_scale not in ANY_SCALE.get(estimator, (scale,)):
         yield (
             f"rl_config.scale_rewards is {rl.scale_rewards}, but rl_config.advantage_estimator "
             f"{estimator} is defined with {scale}; leave scale_rewards out or use grpo"

@@ -255,9 +255,16 @@ class Stepper:
         rewards, correction = scored.scores.total, None
         bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
         if bad is None:
-            of_turns = scored.turn_rewards
+            config = self.settings.advantages
+            decoupled = config.advantage_estimator == "gdpo"
             batch, correction = compute_advantages(
-                rollout, rewards, self.settings.advantages, old_logps, reference_logps, of_turns
+                rollout,
+                rewards,
+                config,
+                old_logps,
+                reference_logps,
+                scored.turn_rewards,
+                scored.scores.components if decoupled else (),
             )
             bad = non_finite.in_batch(batch)
         else:

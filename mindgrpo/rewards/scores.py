@@ -70,13 +70,19 @@ class Scores:
     """`per_function` float64 [samples] holds nan where a reward did not apply or failed.
 
     `total` float32 [samples] is the weighted sum of what there is; `failed` bool [samples] says where
-    a reward's part is missing from it because the reward failed.
+    a reward's part is missing from it because the reward failed. `weights` are the functions'.
     """
 
     per_function: dict[str, np.ndarray]
     total: np.ndarray
     failed: np.ndarray
     reports: dict[str, Report] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def components(self) -> list[tuple[float, np.ndarray]]:
+        """Returns each function's weight and values."""
+        return [(self.weights[name], values) for name, values in self.per_function.items()]
 
     @property
     def errors(self) -> dict[str, int]:
@@ -133,6 +139,7 @@ class Scores:
             total.astype(np.float32),
             self.failed | added.failed,
             {**self.reports, **added.reports},
+            {**self.weights, **added.weights},
         )
 
     def with_replaced(self, indices: Sequence[int], fresh: Scores) -> Scores:
@@ -143,7 +150,7 @@ class Scores:
         for name, values in fresh.per_function.items():
             per_function[name][chosen] = values
         reports = {name: report.plus(fresh.reports[name]) for name, report in self.reports.items()}
-        return Scores(per_function, total, failed, reports)
+        return Scores(per_function, total, failed, reports, self.weights)
 
 
 def mean_of(values: np.ndarray) -> float | None:
@@ -165,4 +172,5 @@ def added_up(
         failed[list(result.failures)] = True
         total += weight * np.nan_to_num(values, nan=0.0)
     reports = {name: Report.of(result) for name, result in results.items()}
-    return Scores(per_function, total.astype(np.float32), failed, reports)
+    by_name = dict(zip(results, weights, strict=True))
+    return Scores(per_function, total.astype(np.float32), failed, reports, by_name)
