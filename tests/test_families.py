@@ -29,7 +29,7 @@ from mindgrpo.models.rotary import rotary_table
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.plan.fit import verdict
-from mindgrpo.plan.run_plan import check_experts, plan_run
+from mindgrpo.plan.run_plan import RunPlan, check_experts, plan_run
 from mindgrpo.weights.local_weights import arrange
 
 SIZES: dict[str, Any] = {
@@ -472,7 +472,7 @@ def test_plans_refuse_what_experts_cannot_have_and_propose_nothing_of_it() -> No
     assert plan.lora is None
     for word, sentence in (
         ("--actor_config.lora.rank=4", "includes 'gate_proj', matrices of experts"),
-        ("--generate_config.use_vllm=1", "are not handed to vLLM"),
+        ("--generate_config.use_vllm=1", "rl_config.router_replay is true, but"),
     ):
         changed = load_config(EXAMPLE, [*words, *word.split("=")]).config
         with pytest.raises(UserError, match=sentence):
@@ -481,3 +481,27 @@ def test_plans_refuse_what_experts_cannot_have_and_propose_nothing_of_it() -> No
     small = load_config(EXAMPLE, [*words, "--context.max_device_memory", "1MB"])
     lines = verdict(small, plan_run(small.config, model, None)).lines()
     assert "does not fit" in lines[0] and not any("lora" in line for line in lines)
+
+
+def test_plans_of_vllm_cut_each_expert_over_its_workers_and_refuse_the_rest() -> None:
+    generating = "--generate_config.parallel_config"
+    words = ["--actor_config.parallel_config.model_parallel=1", "--rl_config.beta=0"]
+    words += [f"{generating}.data_parallel=1", f"{generating}.model_parallel=2"]
+    words += ["--generate_config.use_vllm=1", "--rl_config.router_replay=false"]
+
+    def planned(family: str, *more: str) -> RunPlan:
+        model = read(family, max_position_embeddings=4096)
+        return plan_run(load_config(EXAMPLE, [*words, *more]).config, model, None)
+
+    infer = planned("qwen3_moe").infer
+    boxes = infer.held_by(1)
+    of_experts = [spec for spec in infer.specs if len(spec.shape) == 3]
+    assert of_experts
+    assert all(2 * boxes[s.name].size == np.prod(s.shape) for s in of_experts)
+    for family, word, sentence in (
+        ("qwen3_moe", "--rl_config.router_replay=true", "rl_config.router_replay is true, but"),
+        ("qwen3_moe", f"{generating}.expert_parallel=2", "expert_parallel is 2, but vLLM"),
+        ("deepseek_v3", "--rl_config.router_replay=false", "deepseek_v3 are not handed to vLLM"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            planned(family, word)

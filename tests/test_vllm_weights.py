@@ -34,7 +34,18 @@ NOBODYS: Any = None
 LORA = LoraSettings(2, 6.0, TARGETS)
 
 
-def model(tied: bool) -> DecoderConfig:
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [2],
+}
+
+
+def model(tied: bool, **options: Any) -> DecoderConfig:
     fields = {
         "model_type": "qwen2",
         "vocab_size": 37,
@@ -45,6 +56,7 @@ def model(tied: bool) -> DecoderConfig:
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "tie_word_embeddings": tied,
+        **options,
     }
     return decoder_config(fields, "here")
 
@@ -104,21 +116,24 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, 
     return sink.tensors, sink.groups, traffic.bytes_received
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [model(tied=True), model(tied=False), model(tied=False, **EXPERTS)],
+    ids=["tied", "untied", "experts"],
+)
 @pytest.mark.parametrize(
     "meshes",
     [
         (Mesh(1, 1), Mesh(1, 1)),
         (Mesh(1, 2, 2), Mesh(2, 2, 1)),
         (Mesh(1, 4, 1), Mesh(4, 1, 1)),
-        (Mesh(2, 1, 2), Mesh(1, 4, 1)),
+        (Mesh(2, 1, 2, ep=2), Mesh(1, 4, 1, emp=4)),
     ],
     ids=str,
 )
 def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
-    meshes: tuple[Mesh, Mesh], tied: bool
+    meshes: tuple[Mesh, Mesh], config: DecoderConfig
 ) -> None:
-    config = model(tied)
     expected = whole_model(config)
     by_rank = run(meshes[0].size, streamed, config, meshes)
     for rank, (tensors, groups, _) in enumerate(by_rank):
@@ -223,7 +238,7 @@ def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
 @pytest.mark.parametrize("own", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dtype) -> None:
-    config = model(tied=True)
+    config = model(tied=True, **EXPERTS)
     owners = owners_layout(layout(config, Mesh(1, 1)))
     backend = ThreadBackend(run_world(1), 0)
     backend.compute_dtype = own
@@ -237,7 +252,9 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dty
             data = memory.view(0, (sink.bucket.num_bytes // itemsize,)).view(np.uint8)
         for entry in entries:
             assert entry["offset"] % 64 == 0
-            shape = entry["shape"][::-1] if entry["transposed"] else entry["shape"]
+            shape = entry["shape"]
+            if entry["transposed"]:
+                shape = [*shape[:-2], shape[-1], shape[-2]]
             count = int(np.prod(shape)) * itemsize
             raw = data[entry["offset"] : entry["offset"] + count].copy()
             assert entry["crc"] == checksum(raw.data)
@@ -246,7 +263,7 @@ def test_entries_say_where_each_tensor_lies_in_the_bucket(dtype: Dtype, own: Dty
             else:
                 values = raw.view(np.float32 if itemsize == 4 else np.float16)
             values = values.reshape(shape)
-            seen[entry["name"]] = values.T if entry["transposed"] else values
+            seen[entry["name"]] = values.swapaxes(-1, -2) if entry["transposed"] else values
 
     sink = WeightBucket(owners, backend, dtype, read)
     TensorStream(source, None, groups_of(owners), backend, sink).run()

@@ -191,13 +191,14 @@ def _dealt(plan: RunPlan) -> list[int]:
 
 
 def _of_experts(plan: RunPlan, train: Degrees, infer: Degrees, experts: int) -> Values:
-    """Returns the keys that change for experts: the generator deals them to all ranks of a replica."""
+    """Returns the keys that change for experts: the embedded generator deals them to all ranks of a replica."""
     if plan.model.moe is None:
         return {}
+    dealt = 1 if plan.config.generate_config.uses_vllm else infer[1]
     values: dict[str, int | bool] = {
         "actor_config.parallel_config.expert_parallel": experts,
         "actor_config.parallel_config.use_seq_parallel": train[1] > 1,
-        "generate_config.parallel_config.expert_parallel": infer[1],
+        "generate_config.parallel_config.expert_parallel": dealt,
     }
     if plan.reference is not None:
         values["ref_config.parallel_config.expert_parallel"] = infer[1]

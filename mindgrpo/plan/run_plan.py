@@ -361,18 +361,13 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
         validate_world(config, world_size, lambda degrees: _fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
-    infer = layout_of(generate.parallel_config, model, where="generate_config.parallel_config")
+    infer = generating_layout(config, model)
     reference = None
     if config.rl_config.beta > 0:
         role = "ref_config" if config.ref_config.parallel_config else "actor_config"
         where = f"{role}.parallel_config"
         reference = layout_of(config.reference_parallel, model, config.ref_config.offset, where)
     check_positions(config, model)
-    if generate.uses_vllm and model.moe is not None:
-        raise UserError(
-            f"generate_config.use_vllm is {generate.use_vllm}, but models with experts ({model.model_type}) are not "
-            "handed to vLLM; set it to 0 for the embedded generator."
-        )
     # These refuse what the run cannot have.
     plain_kernels(config)
     is_batch_invariant(config, model)
@@ -391,6 +386,35 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
     if plan.lora is not None:
         adapter_specs(train.specs, plan.lora)
     return plan
+
+
+def generating_layout(config: Config, model: DecoderConfig) -> Layout:
+    """Lays out the generator's model, of which vLLM's workers have columns of each expert. Raises UserError."""
+    generate, where = config.generate_config, "generate_config.parallel_config"
+    layout = layout_of(generate.parallel_config, model, where=where)
+    if not generate.uses_vllm:
+        return layout
+    if model.latent is not None:
+        raise UserError(
+            f"generate_config.use_vllm is {generate.use_vllm}, but models of type {model.model_type} are not handed to "
+            "vLLM; set it to 0 for the embedded generator."
+        )
+    if model.moe is None:
+        return layout
+    if layout.mesh.ep > 1:
+        raise UserError(
+            f"{where}.expert_parallel is {layout.mesh.ep}, but vLLM (generate_config.use_vllm) cuts each expert over "
+            "its workers; leave it at 1."
+        )
+    if config.rl_config.router_replay:
+        raise UserError(
+            "rl_config.router_replay is true, but the experts that vLLM (generate_config.use_vllm) chose for a token "
+            "are not handed back; set it to false to train with those that a forward pass before the update chooses, "
+            "or generate_config.use_vllm to 0."
+        )
+    mesh = replace(layout.mesh, emp=layout.mesh.mp)
+    check_experts(mesh, model, splits_tokens=False, where=where)
+    return Layout.of(mesh, layout.specs)
 
 
 def _fits(mesh: Mesh, model: DecoderConfig) -> bool:

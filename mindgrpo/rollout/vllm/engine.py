@@ -39,8 +39,8 @@ HandOver = Callable[[list[dict[str, Any]]], None]
 class WeightBucket:
     """Memory in which a rank hands weights to its engine, in the engine's dtype: a TensorSink, empty on other ranks.
 
-    `hand_over` is called with a group's tensors, as the engine reads them: name, shape, whether it lies in memory
-    transposed, offset in bytes and checksum.
+    `hand_over` is called with a group's tensors, as the engine reads them: name, shape, whether its last two dims lie
+    in memory swapped, offset in bytes and checksum.
     The bucket has room for the largest group. Weights of another dtype arrive in memory of their own.
     """
 
@@ -67,7 +67,7 @@ class WeightBucket:
         offset, itemsize = 0, self.bucket.itemsize
         for name, view in tensors.hf_views.items():
             transposed = not view.flags.c_contiguous
-            values = (view.T if transposed else view).reshape(-1)
+            values = (view.swapaxes(-1, -2) if transposed else view).reshape(-1)
             stored = memory.view(offset, (values.size,))
             if self.pool is not self.bucket:
                 # In parts, so that what numpy needs on the way stays small.

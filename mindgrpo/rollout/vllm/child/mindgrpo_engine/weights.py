@@ -1,12 +1,14 @@
 """The tensors of one publish: which a checkpoint of the model has, which are due, where each lies, and its checksum.
 
-A publish is a transaction: begin with the names of all tensors, load each of them once, commit.
+A publish is a transaction: begin with the names of all tensors, load each of them once, commit. Names are those of
+Hugging Face, but that each matrix of a layer's experts is one tensor [experts, out, in].
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,18 @@ Shapes = dict[str, tuple[int, ...]]
 
 NUM_NAMED = 3
 ALIGNMENT = 64
+# The rows of two matrices of each expert in one tensor, as transformers has them in memory, and the matrices.
+FUSED = "mlp.experts.gate_up_proj"
+INWARD = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")
+OUTWARD = "mlp.experts.down_proj"
+EXPERT_DIMS = 3
+# What Mixtral's files have in place of others' names; vLLM's class of it knows no others.
+OF_MIXTRAL = {
+    ".mlp.": ".block_sparse_moe.",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +47,8 @@ class Checkpoint:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        tensors = model.state_dict().items()
+        shapes = dict(pair for name, tensor in tensors for pair in _named(name, tensor.shape))
         ties = config.tie_word_embeddings
         return cls(shapes, frozenset({"lm_head.weight"} & shapes.keys() if ties else ()))
 
@@ -50,6 +65,33 @@ class Checkpoint:
         _refuse_any(wrong, "the publish has tensors of another shape than the model's checkpoint")
 
 
+def in_checkpoint(
+    tensors: Iterable[tuple[str, Any]], model_type: str
+) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors of a publish by the names of the model's files, a layer's experts one by one."""
+    renamed = OF_MIXTRAL if model_type == "mixtral" else {}
+    for name, tensor in tensors:
+        own = name
+        for word, of_files in renamed.items():
+            own = own.replace(word, of_files)
+        if tensor.ndim < EXPERT_DIMS:
+            yield own, tensor
+            continue
+        module, matrix = own.split(".experts.")
+        for index, expert in enumerate(tensor):
+            yield f"{module}.experts.{index}.{matrix}", expert
+
+
+def _named(name: str, shape: Sequence[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields a publish's name and shape of what transformers has in memory by this name."""
+    if name.endswith(FUSED):
+        number, both, hidden = shape
+        for own in INWARD:
+            yield name.removesuffix(FUSED) + own, (number, both // 2, hidden)
+    else:
+        yield f"{name}.weight" if name.endswith(OUTWARD) else name, tuple(shape)
+
+
 def _refuse_any(names: list[str], sentence: str) -> None:
     if names:
         named = ", ".join(names[:NUM_NAMED])
@@ -59,7 +101,7 @@ def _refuse_any(names: list[str], sentence: str) -> None:
 
 @dataclass(frozen=True)
 class SharedTensor:
-    """One tensor in the shared file, from offset on, its last dim fastest, or `transposed` its first; crc as
+    """One tensor in the shared file, from offset on, its last dim fastest, or `transposed` the one before; crc as
     `checksum` has it."""
 
     name: str

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
 
 from mindgrpo_engine.process import end_with_parent
-from mindgrpo_engine.weights import SharedFile, SharedTensor, check_sample
+from mindgrpo_engine.weights import SharedFile, SharedTensor, check_sample, in_checkpoint
 
 # Older versions and vllm-mindspore have no such module: the model's own loader is left to them. Not run here.
 LAYERWISE = importlib.util.find_spec("vllm.model_executor.model_loader.reload") is not None
@@ -45,11 +46,21 @@ def begin_reload(model: torch.nn.Module, model_config: Any) -> None:
             info.load_numel = 0
         finalize_layerwise_reload(model, model_config)
     initialize_layerwise_reload(model)
+    if current_platform.is_cpu():
+        drop_expert_kernels(model)
+
+
+def drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Has experts get new kernels as they load: vLLM (0.32) packs their weights for processors only as it makes these,
+    and older kernels would read what is not packed."""
+    for layer in model.modules():
+        if hasattr(method := getattr(layer, "quant_method", None), "moe_kernel"):
+            method.moe_kernel = None
 
 
 @torch.no_grad()
 def load_weights(model: Any, weights: Weights) -> None:
-    model.load_weights(weights)
+    model.load_weights(in_checkpoint(weights, model.config.model_type))
     if LAYERWISE:
         own_what_is_kept(model, {tensor.untyped_storage().data_ptr() for _, tensor in weights})
 
@@ -134,6 +145,9 @@ class EngineWorker:
         """Names the shared file; the answer is the worker's process."""
         self.engine_file = SharedFile(pid, descriptor)
         self.engine_version = None
+        if current_platform.is_cpu():
+            # vLLM's kernels (0.32) use tiles that the kernel has not yet granted where oneDNN did not ask before: SIGILL.
+            torch.cpu._init_amx()
         return os.getpid()
 
     @answered
@@ -210,9 +224,10 @@ class EngineWorker:
 
 def view_of(mapping: mmap.mmap, tensor: SharedTensor, dtype: torch.dtype) -> torch.Tensor:
     flat = torch.frombuffer(mapping, dtype=dtype, count=tensor.num_elements, offset=tensor.offset)
-    if tensor.transposed:
-        return flat.reshape(tensor.shape[::-1]).T
-    return flat.reshape(tensor.shape)
+    if not tensor.transposed:
+        return flat.reshape(tensor.shape)
+    *outer, rows, columns = tensor.shape
+    return flat.reshape(*outer, columns, rows).transpose(-1, -2)
 
 
 def storages(caches: Iterable[Any]) -> list[torch.UntypedStorage]:
