@@ -190,7 +190,8 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """completions per prompt (group size)"""
     router_replay: bool = True
     """train each token with the experts that it had in the generator (R3); false: with those that a forward pass
-    of the trainer chooses before the step's first update, the only way with vLLM. No effect on models without experts"""
+    of the trainer chooses before the step's first update, the only way with vLLM. No effect on models without
+    experts"""
     num_iterations: int = Field(1, ge=1)
     """number of passes over the samples of a step"""
     updates_per_rollout: int | None = Field(None, ge=1)

@@ -65,9 +65,7 @@ class Checkpoint:
         _refuse_any(wrong, "the publish has tensors of another shape than the model's checkpoint")
 
 
-def in_checkpoint(
-    tensors: Iterable[tuple[str, Any]], model_type: str
-) -> Iterator[tuple[str, Any]]:
+def in_checkpoint(tensors: Iterable[tuple[str, Any]], model_type: str) -> Iterator[tuple[str, Any]]:
     """Yields the tensors of a publish by the names of the model's files, a layer's experts one by one."""
     renamed = OF_MIXTRAL if model_type == "mixtral" else {}
     for name, tensor in tensors:

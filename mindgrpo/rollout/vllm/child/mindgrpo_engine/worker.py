@@ -54,7 +54,8 @@ def drop_expert_kernels(model: torch.nn.Module) -> None:
     """Has experts get new kernels as they load: vLLM (0.32) packs their weights for processors only as it makes these,
     and older kernels would read what is not packed."""
     for layer in model.modules():
-        if hasattr(method := getattr(layer, "quant_method", None), "moe_kernel"):
+        method: Any = getattr(layer, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
             method.moe_kernel = None
 
 
@@ -146,7 +147,7 @@ class EngineWorker:
         self.engine_file = SharedFile(pid, descriptor)
         self.engine_version = None
         if current_platform.is_cpu():
-            # vLLM's kernels (0.32) use tiles that the kernel has not yet granted where oneDNN did not ask before: SIGILL.
+            # vLLM's attention (0.32) does not ask Linux for AMX itself: SIGILL where oneDNN has not done so before.
             torch.cpu._init_amx()
         return os.getpid()
 
