@@ -140,7 +140,7 @@ def train(
     (batch,) = policy.pipeline.planned(batches, packed)
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
     ones = batch.spread(np.ones(len(rollout), np.float32))
-    unread = (ones, np.zeros(len(ones), np.int32), ones)
+    unread = (ones, np.zeros(len(ones), np.int32), ones, ones)
     inputs = LossInputs(0 * ones, 0 * ones, -ones, ones, *unread)
     results = policy.accumulate([batch], [inputs], False)
     own = by_sample([batch], results, policy.shard.context_group)

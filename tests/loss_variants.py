@@ -48,6 +48,8 @@ VARIANTS: dict[str, LossConfig] = {
     "vespo": replace(WIDE, loss_type="vespo", beta=0.05),
     "vespo, other powers": replace(WIDE, loss_type="vespo", vespo_k_pos=1.0, vespo_lambda_neg=0.5),
     "gpg": replace(WIDE, loss_type="gpg", corrected=True),
+    "clip_cov": replace(WIDE, loss_type="clip_cov", epsilon_high=1.0),
+    "kl_cov": replace(WIDE, loss_type="kl_cov", corrected=True, beta=0.05),
     "delta": replace(WIDE, delta=1.5),
     "dual clip": replace(WIDE, dual_clip=1.4, beta=0.05),
     "dual clip inside the other": replace(WIDE, dual_clip=1.1),
@@ -82,8 +84,10 @@ def tokens_of(loss_config: LossConfig, on_policy: bool = False, seed: int = 0) -
         advantages,
         weights,
         rng.uniform(0.0, 2.0, count) if loss_config.corrected else np.ones(count),
+        rng.choice([0.0, 0.5], count),
     )
-    made = Tokens(*(x.astype(np.float32).astype(np.float64) for x in arrays), lengths=LENGTHS)
+    *numbers, penalties = (x.astype(np.float32).astype(np.float64) for x in arrays)
+    made = Tokens(*numbers, lengths=LENGTHS, penalties=penalties)
     if not on_policy:
         _assert_no_corner(made, loss_config)
     return made

@@ -46,6 +46,7 @@ def config(**keys: Any) -> Config:
             "null, which is generator with loss_type dppo_tv",
         ),
         ({"old_logps": "generator", "kl_in_reward": True}, "rl_config.old_logps is generator"),
+        ({"loss_type": "clip_cov", "clip_cov_low": 6.0}, "is not below rl_config.clip_cov_high"),
         ({"loss_type": "vespo", "enable_oldpolicy": False}, "makes every ratio 1"),
         (
             {

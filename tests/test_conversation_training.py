@@ -98,7 +98,9 @@ def linear(policy: Policy, rollout: Rollout, slopes: list[np.ndarray]) -> dict[s
         zeros = np.zeros(micro.picks.size, np.float32)
         ones = np.ones_like(zeros)
         advantages = micro.spread([-s.astype(np.float32) for s in slopes])
-        return LossInputs(zeros, zeros, advantages, ones, ones, zeros.astype(np.int32), zeros)
+        return LossInputs(
+            zeros, zeros, advantages, ones, ones, zeros.astype(np.int32), zeros, zeros
+        )
 
     policy.accumulate(batches, [inputs(micro) for micro in batches], False)
     policy.gradient_norm()

@@ -103,7 +103,7 @@ def losses(batches: Sequence[MicroBatch]) -> list[LossInputs]:
         numbers = [rng.normal(size=count).astype(np.float32) for _ in range(3)]
         weights = (batch.picks >= 0).astype(np.float32)
         starts = np.zeros(count, np.int32)
-        made.append(LossInputs(*numbers, weights, weights, starts, weights))
+        made.append(LossInputs(*numbers, weights, weights, starts, weights, weights))
     return made
 
 

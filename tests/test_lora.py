@@ -115,7 +115,7 @@ def test_gradients_are_the_chain_rules_of_the_whole_matrices(backend: CpuBackend
         for micro in batches:
             zeros = np.zeros(micro.picks.size, np.float32)
             used = (given.reference_logps or [], given.advantages, weights)
-            unread = (zeros, zeros.astype(np.int32), zeros)
+            unread = (zeros, zeros.astype(np.int32), zeros, zeros)
             spread = (micro.spread(values) for values in used)
             extras.append(LossInputs(zeros, *spread, *unread))
         policy.accumulate(batches, extras, False)

@@ -39,9 +39,10 @@ def inputs(tokens: Tokens, padding: int = 3) -> list[np.ndarray]:
     numbers = [tokens.logps, tokens.entropy, tokens.old, tokens.reference]
     numbers += [tokens.advantages, tokens.weights, tokens.rollout_is_weights]
     blank = np.zeros(padding)
-    padded = [np.concatenate([x, blank]).astype(np.float32) for x in (*numbers, shares)]
+    numbers += [shares, np.broadcast_to(tokens.penalties, shares.shape)]
+    padded = [np.concatenate([x, blank]).astype(np.float32) for x in numbers]
     own = np.arange(starts.size, starts.size + padding)
-    return [*padded[:-1], np.concatenate([starts, own]).astype(np.int32), padded[-1]]
+    return [*padded[:-2], np.concatenate([starts, own]).astype(np.int32), *padded[-2:]]
 
 
 @pytest.fixture(scope="module")
@@ -163,5 +164,6 @@ def test_the_tokens_hold_every_input_of_the_graph() -> None:
             "weights",
             "rollout_is_weights",
             "lengths",
+            "penalties",
         )
     }

@@ -55,8 +55,8 @@ def gain_of(
         if advantage >= 0:
             k, decay = o.vespo_k_pos, o.vespo_lambda_pos
         return math.exp(decay) * w**k * math.exp(-decay * w) * advantage * logp
-    if o.loss_type == "gpg":
-        return advantage * logp
+    if o.loss_type in ("kl_cov", "gpg"):
+        return advantage * (logp if o.loss_type == "gpg" else ratio)
     if o.loss_type == "cispo":
         return clip(ratio, low, high) * advantage * logp
     if o.delta is not None:
@@ -117,6 +117,9 @@ def transcribed(t: Tokens, o: LossConfig) -> float:
             if o.importance_sampling_level == "sequence":
                 ratio = product ** (1 / length)
             term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o, sample)
+            if o.loss_type == "kl_cov":
+                held = t.penalties[k] * abs(math.log(ratio))
+                term += t.rollout_is_weights[k] * held
             term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
             term -= o.entropy_coef * t.entropy[k]
             total += weight_of(i, o) * term

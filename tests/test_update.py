@@ -274,6 +274,14 @@ VARIANTS = {
     "dapo": replace(ALL_TERMS, loss_type="dapo", delta=1.3, kl_estimator="k2"),
     "cispo": replace(ALL_TERMS, loss_type="cispo", kl_estimator="k1"),
     "gmpo": replace(ALL_TERMS, loss_type="gmpo", epsilon_low=0.02, epsilon_high=0.02),
+    "clip_cov": replace(
+        ALL_TERMS,
+        loss_type="clip_cov",
+        clip_cov_ratio=0.2,
+        clip_cov_low=0.01,
+        top_entropy_quantile=0.5,
+    ),
+    "kl_cov": replace(ALL_TERMS, loss_type="kl_cov", kl_cov_ratio=0.3, corrected=False),
     "vespo": replace(ALL_TERMS, loss_type="vespo", loss_aggregation="prompt_mean"),
 }
 
@@ -294,6 +302,11 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
     assert_same(found[0], found[1])
     assert found[0].report.clip_fraction == found[1].report.clip_fraction
     assert (found[0].report.clip_fraction > 0) == VARIANTS[name].clips
+    if name in ("clip_cov", "kl_cov"):
+        every = replace(VARIANTS[name], loss_type="bnpo", epsilon_low=1.0, epsilon_high=1e3)
+        every = replace(every, top_entropy_quantile=1.0)
+        whole = one_update(policy_of(replace(SETTINGS, loss_config=every)), given)
+        assert abs(whole.report.loss - found[0].report.loss) > 1e-4
     assert 3 in found[0].report.logps
 
 

@@ -62,6 +62,13 @@ LOSS_TYPES = {
         old="generator",
     ),
     "gpg": LossType("gpg", "token_mean", epsilon=None),
+    "clip_cov": LossType(
+        "clip",
+        "token_mean",
+        epsilon=(1.0, 1.0),
+        keys=(*CLIP_BOUNDS, "clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
+    ),
+    "kl_cov": LossType("ratio", "token_mean", epsilon=None, keys=("kl_cov_ratio", "kl_cov_coef")),
 }
 
 
@@ -71,7 +78,7 @@ class LossConfig:
 
     `beta` is the weight of the KL term in the loss: 0 where there is none, or where it is part of the reward.
     `loss_aggregation` None is that of the loss type. `corrected` says that the policy's term is multiplied by weights
-    that correct for the generator's log-probs.
+    that correct for the generator's log-probs. `seed` is that of the tokens that clip_cov draws.
     `max_completion_length` in tokens is what the aggregation `constant` divides by.
     """
 
@@ -94,6 +101,13 @@ class LossConfig:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    clip_cov_ratio: float = 2e-4
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    kl_cov_coef: float = 1.0
+    top_entropy_quantile: float = 1.0
+    seed: int = 0
 
     @property
     def surrogate(self) -> str:
@@ -106,6 +120,16 @@ class LossConfig:
     @property
     def aggregation(self) -> str:
         return self.loss_aggregation or LOSS_TYPES[self.loss_type].aggregation
+
+    @property
+    def penalises(self) -> bool:
+        """Returns whether some tokens' ratios are held to 1."""
+        return self.loss_type == "kl_cov"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Returns whether some tokens have no surrogate."""
+        return self.loss_type == "clip_cov" or self.top_entropy_quantile < 1.0
 
     @property
     def by_sequence(self) -> bool:

@@ -73,23 +73,27 @@ def has_gradient(
 ) -> np.ndarray:
     """Returns bool [samples]: whether a sample's term of `policy_loss` depends on the policy at all.
 
-    It does not without a weight, nor with advantages 0 (a group of equal rewards) unless KL or entropy is in the loss.
+    It does not without a weight, nor with advantages 0 (a group of equal rewards) unless KL, entropy or a penalty is in
+    the loss.
     `advantages` holds a number or float [completion length] per sample.
     """
     weighted = weights > 0
-    if loss_config.beta > 0 or loss_config.entropy_coef > 0:
+    if loss_config.beta > 0 or loss_config.entropy_coef > 0 or loss_config.penalises:
         return weighted
     return weighted & np.array([bool(np.any(value)) for value in advantages], bool)
 
 
 def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None = None) -> float:
-    """Computes the loss sum_t w_t (-f_t S_t + beta KL_t - c H_t).
+    """Computes the loss sum_t w_t (-f_t S_t + f_t c_t |log rho_t| + beta KL_t - c H_t).
 
-    S is the surrogate (surrogates.py), f the importance weight that corrects for the generator, H the entropy. `held`
-    float [tokens] are log-probs to use where the loss has stop-gradients, for finite differences; None: the policy's.
+    S is the surrogate (surrogates.py), f the importance weight that corrects for the generator, c_t the penalty of
+    kl_cov (token_selection.py), H the entropy. `held` float [tokens] are log-probs to use where the loss has
+    stop-gradients, for finite differences; None: the policy's.
     """
     held = tokens.logps if held is None else held
     gain = SURROGATES[loss_config.surrogate](tokens, loss_config, held)
+    if loss_config.penalises:
+        gain = gain - tokens.penalties * np.abs(tokens.logps - tokens.old)
     terms = -tokens.rollout_is_weights * gain
     if loss_config.beta > 0:
         terms = terms + loss_config.beta * kl_estimate(

@@ -364,6 +364,7 @@ class TrainBatch:
     their means. `old_logps` are the policy's before the step's first update (None: those of the update itself).
     `rollout_is_weights` weigh the policy's term (None: 1). `sample_mask` bool [samples] says which samples have a part
     in the loss (None: all); `rejected` likewise, which the correction of the mismatch left out (None: not asked).
+    `penalties` are the weights of |log rho| in the loss (None: 0).
     """
 
     rollout: Rollout
@@ -374,6 +375,7 @@ class TrainBatch:
     rollout_is_weights: Arrays | None = None
     sample_mask: np.ndarray | None = None
     rejected: np.ndarray | None = None
+    penalties: Arrays | None = None
 
     def __len__(self) -> int:
         return len(self.rollout)

@@ -29,6 +29,7 @@ class Tokens:
     weights: np.ndarray
     rollout_is_weights: np.ndarray
     lengths: np.ndarray
+    penalties: np.ndarray | float = 0.0
 
 
 def importance_ratio(
@@ -136,6 +137,11 @@ def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     return np.asarray(phi * tokens.advantages * tokens.logps)
 
 
+def plain_ratio(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
+    """Computes rho A, which nothing clips (KL-Cov, arXiv:2505.22617, equation 13)."""
+    return np.asarray(np.exp(tokens.logps - tokens.old) * tokens.advantages)
+
+
 def gpg(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes A log p, the plain policy gradient (GPG, arXiv:2504.02546)."""
     return np.asarray(tokens.advantages * tokens.logps)
@@ -152,4 +158,5 @@ SURROGATES: dict[str, Surrogate] = {
     "gmpo": gmpo,
     "vespo": vespo,
     "gpg": gpg,
+    "ratio": plain_ratio,
 }

@@ -33,13 +33,16 @@ class AlgorithmKeys(Section):
         "luspo",
         "vespo",
         "gpg",
+        "clip_cov",
+        "kl_cov",
     ] = "grpo"
     """what the update maximises, and how it is averaged unless loss_aggregation says so. grpo (sample_mean), dapo and
     bnpo (token_mean), dr_grpo (constant): the clipped ratio; luspo (sample_sum): the clipped ratio of the sample; cispo
     (token_mean): the clipped ratio as a constant weight (no gradient); sapo (sample_mean): a soft gate of the ratio;
     dppo_tv, dppo_kl (constant): tokens whose probability has moved too far are left out; gmpo (sample_mean): the
     geometric mean of the sample's clipped ratios; vespo (token_mean): a weight by the product of the sample's ratios;
-    gpg (token_mean): no ratio"""
+    gpg (token_mean): no ratio; clip_cov (token_mean): the clipped ratio without some tokens of high covariance of
+    log-prob and advantage; kl_cov (token_mean): the ratio, with a penalty on such tokens"""
     loss_aggregation: (
         Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean", "constant"] | None
     ) = None
@@ -53,10 +56,10 @@ class AlgorithmKeys(Section):
     epsilon_low: float | None = Field(None, gt=0, le=1)
     """lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: how far a token's probability may fall; dppo_kl: the
     binary KL divergence at which it has fallen too far; gmpo: of the logarithm of the ratio; null: as in the paper of
-    loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 3e-4)"""
+    loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 3e-4, clip_cov 1)"""
     epsilon_high: float | None = Field(None, gt=0)
     """upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl, gmpo: as epsilon_low, of what
-    rises; null: as in the paper of loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 4e-4)"""
+    rises; null: as in the paper of loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 4e-4, clip_cov 1)"""
     delta: float | None = Field(None, gt=1)
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
     dual_clip: float | None = Field(None, gt=1)
@@ -96,6 +99,37 @@ class AlgorithmKeys(Section):
         gt=0,
         description=f"decay of vespo's weight for negative advantages; null: {LossConfig.vespo_lambda_neg:g}",
     )
+
+    clip_cov_ratio: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description=f"share of tokens that clip_cov leaves out; null: {LossConfig.clip_cov_ratio:g}",
+    )
+    clip_cov_low: float | None = Field(
+        None,
+        gt=0,
+        description=f"covariance above which clip_cov leaves tokens out; null: {LossConfig.clip_cov_low:g}",
+    )
+    clip_cov_high: float | None = Field(
+        None,
+        gt=0,
+        description=f"covariance below which clip_cov leaves tokens out; null: {LossConfig.clip_cov_high:g}",
+    )
+    kl_cov_ratio: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description=f"share of tokens that kl_cov holds to the old policy; null: {LossConfig.kl_cov_ratio:g}",
+    )
+    kl_cov_coef: float | None = Field(
+        None,
+        gt=0,
+        description=f"coefficient of |log ratio| of kl_cov's tokens; null: {LossConfig.kl_cov_coef:g}",
+    )
+    top_entropy_quantile: float = Field(LossConfig.top_entropy_quantile, gt=0, le=1)
+    """share of an update's tokens, those of highest entropy, whose surrogate counts; 1: all; below 1, as with clip_cov
+    and kl_cov, every update has one more forward pass"""
 
     advantage_estimator: Literal[
         "grpo",

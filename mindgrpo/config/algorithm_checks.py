@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, LOSS_TYPES, REJECTIONS
+from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, LOSS_TYPES, REJECTIONS, LossConfig
 from mindgrpo.config.rl import RLConfig
 
 
@@ -33,6 +33,13 @@ def _loss(rl: RLConfig) -> Iterator[str]:
                 f"rl_config.{name} is {getattr(rl, name)}, but rl_config.loss_type {rl.loss_type} clips nothing; set "
                 f"rl_config.{name} to null"
             )
+    low = rl.clip_cov_low or LossConfig.clip_cov_low
+    high = rl.clip_cov_high or LossConfig.clip_cov_high
+    if low >= high:
+        yield (
+            f"rl_config.clip_cov_low {low} is not below rl_config.clip_cov_high {high}, so that no token is left out; "
+            "raise clip_cov_high"
+        )
     if rl.importance_sampling_level not in loss.levels:
         yield (
             f"rl_config.loss_type {rl.loss_type} is defined with rl_config.importance_sampling_level "

@@ -23,7 +23,8 @@ from mindgrpo.training.surrogates import CELLS, SampleMean
 class LossInputs(NamedTuple):
     """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `segments`.
 
-    Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term.
+    Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term, of
+    which `penalties` times |log rho| are a part.
     `segments` int32 is the number of a token's sample and `shares` one over the sample's tokens that count; both are
     read where the loss is of whole samples, all of whose tokens must be here or on the ranks that share the row.
     """
@@ -35,6 +36,7 @@ class LossInputs(NamedTuple):
     rollout_is_weights: Any
     segments: Any
     shares: Any
+    penalties: Any
 
 
 class PolicyLoss(nn.Cell):
@@ -50,7 +52,8 @@ class PolicyLoss(nn.Cell):
         self.beta, self.estimator = loss_config.beta, loss_config.kl_estimator
         self.entropy_coef = loss_config.entropy_coef
         self.by_sequence = loss_config.by_sequence
-        self.corrected = loss_config.corrected
+        self.has_factors = loss_config.corrected or loss_config.leaves_out
+        self.penalises = loss_config.penalises
         self.has_old = has_old
 
     def construct(self, logp: Any, entropy: Any, *inputs: Any) -> Any:
@@ -58,7 +61,9 @@ class PolicyLoss(nn.Cell):
 
     def compute(self, logp: Any, entropy: Any, inputs: Any) -> Any:
         """Computes the same from LossInputs as one tuple, as Stage takes its inputs."""
-        old, reference, advantages, weights, rollout_is_weights, segments, shares = inputs
+        old, reference, advantages, weights, rollout_is_weights, segments, shares, penalties = (
+            inputs
+        )
         in_loss = weights > 0
         # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.
         zeros = ops.zeros_like(logp)
@@ -76,7 +81,9 @@ class PolicyLoss(nn.Cell):
             segments,
             shares,
         )
-        if self.corrected:
+        if self.penalises:
+            terms = terms + penalties * ops.abs(difference)
+        if self.has_factors:
             terms = terms * rollout_is_weights
         if self.beta > 0:
             gap = ops.where(in_loss, reference - logp, zeros)

@@ -139,6 +139,13 @@ class Vespo(Surrogate):
         return phi * advantages * logp
 
 
+class Ratio(Surrogate):
+    def construct(
+        self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
+    ) -> Any:
+        return ops.exp(log_ratio) * advantages
+
+
 class Gpg(Surrogate):
     def construct(
         self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
@@ -155,4 +162,5 @@ CELLS: dict[str, type[Surrogate]] = {
     "gmpo": Gmpo,
     "vespo": Vespo,
     "gpg": Gpg,
+    "ratio": Ratio,
 }

@@ -22,6 +22,7 @@ from mindgrpo.algorithm.packing import (
 )
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
 from mindgrpo.algorithm.surrogates import Tokens
+from mindgrpo.algorithm.token_selection import select_tokens
 from mindgrpo.models.pipeline import Predictions, by_sample
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
@@ -47,13 +48,7 @@ def accumulate_gradients(
     """
     mesh = policy.weights.layout.mesh
     share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
-    has_experts = policy.shard.config.moe is not None
-    if has_experts and packed.routes is None and not policy.pipeline.takes_routes(packed):
-        # Whoever wanted no log-probs of before has no routes of before either.
-        whole = packed.micro_batches(
-            policy.pipeline.shapes.choose(packed, mesh.dp), mesh.dp, share, part=part
-        )
-        policy.pipeline.record(whole, packed)
+    _record_routes(policy, packed)
     with_gradient, forward_only = _split(policy, batch, packed, members, weights)
     own: PerSample = {}
     rows: list[PackedRow] = []
@@ -72,6 +67,61 @@ def accumulate_gradients(
         rows += packed.rows(shape, samples)
         num_tokens += len(micro_batches) * shape.tokens * mesh.dp * mesh.cp
     return own, padding_share(rows, num_tokens)
+
+
+def _record_routes(policy: Policy, packed: PackedRollout) -> None:
+    """Computes routes where none are known: who wanted no log-probs of before has no routes of before either."""
+    has_experts = policy.shard.config.moe is not None
+    if has_experts and packed.routes is None and not policy.pipeline.takes_routes(packed):
+        mesh = policy.weights.layout.mesh
+        share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
+        shape = policy.pipeline.shapes.choose(packed, mesh.dp)
+        whole = packed.micro_batches(shape, mesh.dp, share, part=part)
+        policy.pipeline.record(whole, packed)
+
+
+def _with_selection(
+    policy: Policy,
+    batch: TrainBatch,
+    packed: PackedRollout,
+    members: Sequence[int],
+    weights: np.ndarray,
+) -> TrainBatch:
+    """Returns the batch with the factors and penalties of `select_tokens`, by one more pass forward of `members`."""
+    config, mesh = policy.settings.loss_config, policy.weights.layout.mesh
+    rank, everybody = policy.backend.rank, list(members)
+    share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
+    _record_routes(policy, packed)
+    shape = policy.pipeline.shapes.choose(packed, mesh.dp, everybody)
+    micro_batches = packed.micro_batches(shape, mesh.dp, share, everybody, part)
+    results = policy.pipeline.replay(micro_batches, packed)
+    own = by_sample(micro_batches, results, policy.shard.context_group)
+    if mesh.group(rank, ("cp", "mp"))[0] != rank:
+        own = {}
+    merged: PerSample = {}
+    for of_rank in policy.backend.world.gather_objects(own):
+        merged |= of_rank
+    logps, entropies = ({i: pair[k] for i, pair in merged.items()} for k in (0, 1))
+    tokens = _tokens(batch, logps, entropies, weights)
+    # The same on every rank, and in a run that goes on.
+    rng = np.random.default_rng((config.seed, policy.updates))
+    chosen = select_tokens(tokens, config, rng)
+    factors, penalties = (_by_sample(batch, weights, values) for values in chosen)
+    if batch.rollout_is_weights is not None:
+        given = batch.rollout_is_weights
+        factors = [own * factor for own, factor in zip(given, factors, strict=True)]
+    return replace(batch, rollout_is_weights=factors, penalties=penalties)
+
+
+def _by_sample(batch: TrainBatch, weights: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+    """Returns float32 [completion length] per sample of `values` in the order of `_tokens`, 0 where it has none."""
+    masks = batch.rollout.action_mask
+    spread = [np.zeros(mask.size, np.float32) for mask in masks]
+    order = np.flatnonzero(weights > 0).tolist()
+    ends = np.cumsum([int(masks[i].sum()) for i in order])
+    for i, own in zip(order, np.split(values, ends[:-1]) if order else [], strict=True):
+        spread[i][masks[i]] = own
+    return spread
 
 
 def _split(
@@ -130,6 +180,7 @@ def _loss_inputs(
         rollout_is_weights=spread(batch.rollout_is_weights),
         segments=segments,
         shares=shares,
+        penalties=spread(batch.penalties),
     )
 
 
@@ -183,6 +234,8 @@ def update(
     """
     settings = policy.settings
     weights = _weights(batch, members, settings.loss_config)
+    if settings.loss_config.leaves_out or settings.loss_config.penalises:
+        batch = _with_selection(policy, batch, packed, members, weights)
     own, padding = accumulate_gradients(policy, batch, packed, members, weights)
     rank = policy.backend.rank
     # Those that share rows, and those of a layer, have the same.
@@ -294,6 +347,7 @@ def _tokens(batch: TrainBatch, logps: PerToken, entropy: PerToken, weights: np.n
         advantages=tokens(batch.loss_advantages),
         weights=tokens(weights),
         rollout_is_weights=np.ones(own.size) if correction is None else tokens(correction),
+        penalties=np.zeros(own.size) if batch.penalties is None else tokens(batch.penalties),
         lengths=batch.rollout.action_lengths[order],
     )
 

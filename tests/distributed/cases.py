@@ -130,7 +130,12 @@ RECIPES = {
     "two iterations": Recipe(
         QWEN2,
         num_iterations=2,
-        loss_config={"loss_type": "gmpo", "loss_aggregation": "prompt_mean"},
+        # Of whole samples, of prompts, and of tokens that are chosen among all ranks'.
+        loss_config={
+            "loss_type": "gmpo",
+            "loss_aggregation": "prompt_mean",
+            "top_entropy_quantile": 0.5,
+        },
     ),
     "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
     "olmo2": Recipe(OLMO2, in_loop=False),
