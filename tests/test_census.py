@@ -276,7 +276,7 @@ def loss_step(
     stage = Stage(model.shard, TOKENS, recompute)
     # Sixteen rows of logits at a time.
     net = LogProbStage(stage, model.shard, 0.8, 4 * model.shard.local_vocab * 16)
-    numbers = [zeros(PICKS, dtype=np.float32) for _ in range(7)]
+    numbers = [zeros(PICKS, dtype=np.float32) for _ in range(8)]
     numbers[5] = zeros(PICKS)
     loss = PolicyLoss(loss_config or LossConfig(), True, model.shard.context_group)
     cell = LossStep(net, model.shard.layers, model.shard.head_key, loss, model.trained())

@@ -135,7 +135,7 @@ def test_the_loss_and_its_slope_by_each_log_prob_are_numpys(
     blank = np.zeros(micro.picks.size, np.float32)
     inputs = [micro.spread(logps), blank, micro.spread(batch.old_logps)]
     inputs += [micro.spread(batch.reference_logps), micro.spread(batch.advantages)]
-    inputs += [micro.spread(weights) * micro.actions, blank, blank.astype(np.int32), blank]
+    inputs += [micro.spread(weights) * micro.actions, blank, blank.astype(np.int32), blank, blank]
     cell = ms.value_and_grad(PolicyLoss(loss, True), 0)
     value, slope = cell(*(Tensor(array) for array in inputs))
     assert float(value) == pytest.approx(expected, rel=1e-5)

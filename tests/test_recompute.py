@@ -173,7 +173,7 @@ def test_the_last_stage_computes_all_layers_but_its_last_once_more_with_the_same
     hidden = np.random.default_rng(0).normal(size=(TOKENS, 32)).astype(np.float32)
     x = TOKEN_IDS if num_stages == 1 else Tensor(hidden)
     picks, numbers = Tensor(np.arange(TOKENS, dtype=np.int32)), Tensor(np.ones(TOKENS, np.float32))
-    inputs = (*STAGE_INPUTS, picks, picks, *[numbers] * 5, picks, numbers)
+    inputs = (*STAGE_INPUTS, picks, picks, *[numbers] * 5, picks, numbers, numbers)
 
     def step_of(stage: Stage) -> LossStep:
         net = LogProbStage(stage, shard, 1.0, LOGITS_BYTES)
