@@ -108,8 +108,8 @@ def _with_selection(
     chosen = select_tokens(tokens, config, rng)
     factors, penalties = (_by_sample(batch, weights, values) for values in chosen)
     if batch.rollout_is_weights is not None:
-        given = batch.rollout_is_weights
-        factors = [own * factor for own, factor in zip(given, factors, strict=True)]
+        pairs = zip(batch.rollout_is_weights, factors, strict=True)
+        factors = [corrected * factor for corrected, factor in pairs]
     return replace(batch, rollout_is_weights=factors, penalties=penalties)
 
 
