@@ -1,6 +1,7 @@
-"""Kills a rank in every phase of the bundled example and looks at what follows.
+"""Kills a rank in every phase of a bundled example and looks at what follows.
 
-    python scripts/faults/kill_matrix.py [--times 3] [--phases rollout ...] [--no-resume] [--keep FOLDER]
+    python scripts/faults/kill_matrix.py [--times 3] [--phases rollout ...] [--config FILE] [--no-resume]
+        [--keep FOLDER]
 
 A JSON line a case, then a table. A case is good when the job ends by itself in time with a status that is not 0, the
 last line names the rank and the phase, nothing is left, and the resumed run has the metrics and the final weights of
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from job import Ended, Job
+from job import EXAMPLE, Ended, Job
 
 STEPS = 4
 ATTEMPTS = 6  # to meet a rank in a phase of a millisecond
@@ -179,6 +180,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--config", default=EXAMPLE, help="of the run, from the repository on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--phases", nargs="*", default=[], choices=[phase for phase, *_ in PHASES])
     parser.add_argument("--no-resume", dest="resume", action="store_false")
@@ -194,7 +196,8 @@ def main() -> int:
     given = arguments()
     folder = given.keep or Path(tempfile.mkdtemp(prefix="mindgrpo-kill-"))
     folder.mkdir(parents=True, exist_ok=True)
-    settings = words(ARGUMENTS | (CHECKPOINTS if given.resume else {}))
+    settings = ["--config", given.config]
+    settings += words(ARGUMENTS | (CHECKPOINTS if given.resume else {}))
     reference = None
     if given.resume:
         reference = folder / "unhurt" / "run"
