@@ -25,39 +25,16 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import update
+from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.model_files import SafetensorsWriter
 from mindgrpo.weights.pretrained import fill_random
 
 # Packed rows a step, and tokens a row; samples may take so much of them.
 ROWS, ROW_LENGTH = 32, 128
 TOKENS_A_STEP = int(ROWS * ROW_LENGTH * 0.85)
-
-
-def small_qwen2(
-    vocab_size: int, hidden_size: int, intermediate_size: int, positions: int
-) -> dict[str, Any]:
-    """The content of config.json: 4 layers of Qwen2's architecture; tokens 0 and 2 are padding and the turn's end."""
-    return {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": vocab_size,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": positions,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "initializer_range": 0.02,
-        "bos_token_id": None,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "torch_dtype": "float32",
-    }
+# In models with experts: random attention gives all tokens of a text the same mean, by which routers of later layers
+# would choose the same experts for all of them, and nothing here balances experts.
+WRITE_NOTHING_AT_FIRST = ("o_proj.weight", "down_proj.weight")
 
 
 def new_policy(model: dict[str, Any], seed: int) -> Policy:
@@ -76,11 +53,19 @@ def new_policy(model: dict[str, Any], seed: int) -> Policy:
     )
     policy = Policy(config, layout, connect(SHARED_MEMORY, dict(os.environ)), settings)
     fill_random(policy.weights, seed, 0.04)
+    if config.moe is not None:
+        with policy.weights.on_host(write=True) as full:
+            for name, matrix in full.hf_views.items():
+                if name.endswith(WRITE_NOTHING_AT_FIRST):
+                    matrix[...] = 0
     return policy
 
 
 def train(policy: Policy, rollout_of: Callable[[int], Rollout], steps: int, peak: float) -> None:
-    """`rollout_of` gives what step number `step`, from 0, learns to write; `peak` is the largest learning rate."""
+    """`rollout_of` gives what step number `step`, from 0, learns to write; `peak` is the largest learning rate.
+
+    Prints, of a model with experts, the tokens of the fullest one as a multiple of its layer's mean.
+    """
     started = time.time()
     for step in range(steps):
         rollout = rollout_of(step)
@@ -90,19 +75,25 @@ def train(policy: Policy, rollout_of: Callable[[int], Rollout], steps: int, peak
         if step % 20 == 0 or step == steps - 1:
             masks = rollout.action_mask
             nll = -np.concatenate([logps[masks[i]] for i, logps in report.logps.items()]).mean()
-            seconds = time.time() - started
-            print(
-                f"step {step} nll {nll:.4f} norm {report.grad_norm:.2f} {seconds:.0f} s", flush=True
-            )
+            load = "" if report.expert_load is None else f" load {report.expert_load:.2f}"
+            said = f"step {step} nll {nll:.4f} norm {report.grad_norm:.2f}{load}"
+            print(f"{said} {time.time() - started:.0f} s", flush=True)
 
 
 def write_model(policy: Policy, model: dict[str, Any], directory: Path) -> None:
-    """config.json and model.safetensors."""
+    """config.json and model.safetensors, in the dtype that config.json names."""
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("*.safetensors"):
         old.unlink()
-    shapes = {spec.name: spec.shape for spec in policy.weights.layout.specs}
-    with SafetensorsWriter(directory, shapes) as writer, policy.weights.on_host() as full:
-        for name in shapes:
-            writer.add(name, full.hf_views[name])
+    tensors = file_tensors(
+        {spec.name: spec.shape for spec in policy.weights.layout.specs}, "per_expert"
+    )
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    with (
+        SafetensorsWriter(directory, shapes, dtype=model["torch_dtype"]) as writer,
+        policy.weights.on_host() as full,
+    ):
+        for tensor in tensors:
+            rows = tensor.rows.made_of(lambda name, box: full.hf_views[name][box.slices])
+            writer.add(tensor.name, rows)
     (directory / "config.json").write_text(json.dumps(model, indent=2) + "\n")

@@ -10,6 +10,7 @@ are never seen. Only what the policy writes is learnt, as in GRPO.
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -24,14 +25,14 @@ sys.path[:0] = [str(HERE), str(GRPO), str(GRPO / "tiny_arithmetic")]
 
 from make_products import Product, called, guessed, make_splits, miscalled, sample_product  # noqa: E402
 from make_tokenizer import train_tokenizer, write_company  # noqa: E402
-from supervised import TOKENS_A_STEP, new_policy, small_qwen2, train, write_model  # noqa: E402
+from supervised import TOKENS_A_STEP, new_policy, train, write_model  # noqa: E402
 
 from mindgrpo.algorithm.sample import STOPPED, Rollout, Sample  # noqa: E402
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 from mindgrpo.data.turns import TurnSuffix  # noqa: E402
 from mindgrpo.tools.pool import load_tools  # noqa: E402
 
-MODEL = small_qwen2(vocab_size=320, hidden_size=128, intermediate_size=384, positions=256)
+MODEL = json.loads((HERE / "model" / "config.json").read_text())
 # Names alone: the model knows its only tool.
 CHAT_TEMPLATE = (
     "{%- if tools -%}<|im_start|>tools\n"
