@@ -1,21 +1,23 @@
 #!/usr/bin/env bash
-# Sets up and runs the main job on the bundled example: quickstart.sh [--ranks N] [main.py arguments].
+# Sets up and runs the main job on a bundled example: quickstart.sh [--ranks N] [--example NAME] [main.py arguments].
 # Downloads no model and no data. --ranks is 8 (the layouts of the example's file), 4, 2 or 1; main.py
 # arguments that follow, dotted overrides above all, win over the layout that --ranks picks.
 set -euo pipefail
 
 ranks=8
+example=tiny_arithmetic
 arguments=()
 while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help)
         cat <<'HELP'
-usage: quickstart.sh [--ranks 8|4|2|1] [--key value ...]
+usage: quickstart.sh [--ranks 8|4|2|1] [--example tiny_arithmetic|tiny_moe] [--key value ...]
 
-Makes .venv and trains the example of examples/grpo/tiny_arithmetic with it. Downloads no model and no data.
+Makes .venv and trains an example of examples/grpo with it. Downloads no model and no data.
 
   --ranks N           number of ranks: 8 (default), 4, 2 or 1; sets the layouts
-  --output_dir DIR    folder of the run (default: output/tiny_arithmetic/<time>)
+  --example NAME      tiny_arithmetic (default), or tiny_moe, the same task for a mixture of experts
+  --output_dir DIR    folder of the run (default: output/<example>/<time>)
   --key value         any key of the configuration, for example --rl_config.max_steps 20
 
 All keys: python -m mindgrpo train --help, or docs/configuration.md.
@@ -27,6 +29,11 @@ HELP
         shift
         ;;
     --ranks=*) ranks="${1#--ranks=}" ;;
+    --example)
+        example="${2:-}"
+        shift
+        ;;
+    --example=*) example="${1#--example=}" ;;
     # The job runs in the repository's folder; where it writes is meant from the caller's.
     --output_dir)
         # Without a folder it goes on as it is, for main.py to refuse.
@@ -39,9 +46,20 @@ HELP
     [ $# -gt 0 ] && shift
 done
 
+case "$example" in
+tiny_arithmetic | tiny_moe) ;;
+*)
+    echo "mindgrpo: --example ${example:-(nothing)} is not one of tiny_arithmetic, tiny_moe: give one of these, or start scripts/launch.sh with a configuration of your own." >&2
+    exit 2
+    ;;
+esac
+
 layout() { # SECTION data_parallel model_parallel pipeline_stage
     local key="--$1.parallel_config"
     layouts+=("$key.data_parallel" "$2" "$key.model_parallel" "$3" "$key.pipeline_stage" "$4")
+    if [ "$example" = tiny_moe ]; then
+        layouts+=("$key.expert_parallel" "$3")
+    fi
 }
 
 layouts=()
@@ -76,10 +94,9 @@ case " ${arguments[*]-} " in
     [ -n "${MINDGRPO_VLLM_PYTHON:-}" ] || bash "$scripts/setup_env.sh" --vllm
     ;;
 esac
-example=examples/grpo
 [ "$PWD" = "$MINDGRPO_ROOT" ] || MINDGRPO_LAUNCHER="cd $(printf %q "$MINDGRPO_ROOT") && bash scripts/launch.sh"
 export MINDGRPO_LAUNCHER="${MINDGRPO_LAUNCHER:-}"
 cd "$MINDGRPO_ROOT"
-exec bash scripts/launch.sh --ranks "$ranks" -- "$example/qwen_grpo_tutorial/main.py" \
-    --config "$example/tiny_arithmetic/grpo_config.yaml" \
+exec bash scripts/launch.sh --ranks "$ranks" -- examples/grpo/qwen_grpo_tutorial/main.py \
+    --config "examples/grpo/$example/grpo_config.yaml" \
     ${layouts[@]+"${layouts[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -20,6 +20,7 @@ import pytest
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.rewards.builtin.accuracy import accuracy_reward
 from mindgrpo.rewards.builtin.formats import format_reward
+from mindgrpo.weights.model_files import SafetensorsDirectory
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "grpo" / "tiny_arithmetic"
 
@@ -117,8 +118,10 @@ def test_making_everything_again_gives_the_same_bytes(
 
 def test_the_warm_start_learns_from_its_first_steps(tmp_path: Path) -> None:
     # Does not prove that a whole warm start ends with the model that is bundled.
+    bundled = EXAMPLE.parent / "tiny_moe" / "model"
+    command = [sys.executable, EXAMPLE / "warm_start.py", "--config", bundled / "config.json"]
     ended = subprocess.run(
-        [sys.executable, EXAMPLE / "warm_start.py", "--steps", "21", "--output_dir", tmp_path],
+        [*command, "--steps", "11", "--output_dir", tmp_path],
         capture_output=True,
         text=True,
         timeout=120,
@@ -126,4 +129,14 @@ def test_the_warm_start_learns_from_its_first_steps(tmp_path: Path) -> None:
     )
     losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if " nll " in line]
     assert len(losses) == 2 and losses[1] < 0.6 * losses[0]
-    assert (tmp_path / "model.safetensors").is_file()
+    assert (tmp_path / "config.json").read_bytes() == (bundled / "config.json").read_bytes()
+    files = SafetensorsDirectory(tmp_path), SafetensorsDirectory(bundled)
+    made, theirs = (
+        {
+            name: (tensor.shape, tensor.dtype)
+            for name, own in each.slices.items()
+            for _, tensor in own
+        }
+        for each in files
+    )
+    assert made == theirs and {dtype for _, dtype in made.values()} == {"BF16"}

@@ -268,11 +268,18 @@ def test_a_refused_configuration_leaves_no_process_and_no_folder(tmp_path: Path)
     assert not (tmp_path / "logs").exists()
 
 
-def test_quickstart_names_the_numbers_of_ranks_that_it_has_layouts_for() -> None:
-    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), "--ranks", "3"]
+@pytest.mark.parametrize(
+    ("flag", "value", "allowed"),
+    [("--ranks", "3", "1, 2, 4, 8"), ("--example", "tiny", "tiny_arithmetic, tiny_moe")],
+)
+def test_quickstart_names_the_layouts_and_the_examples_that_it_has(
+    flag: str, value: str, allowed: str
+) -> None:
+    command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), flag, value]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ended.returncode == 2
-    assert is_one_sentence(ended.stderr) and "1, 2, 4, 8" in ended.stderr
+    assert is_one_sentence(ended.stderr) and f"{flag} {value}" in ended.stderr
+    assert allowed in ended.stderr
 
 
 def test_setup_refuses_a_python_that_does_not_run(tmp_path: Path) -> None:

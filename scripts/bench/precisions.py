@@ -1,11 +1,11 @@
 """Held-out accuracy in float32, `medium` and bfloat16, three seeds each: one JSON line a run, and one picture of all.
 
-    python scripts/bench/precisions.py [--only tiny,smollm2,calculator] [--modes highest,medium,bfloat16]
+    python scripts/bench/precisions.py [--only tiny,moe,smollm2,calculator] [--modes highest,medium,bfloat16]
         [--seeds 1,2,3] [--steps N] [--output DIR] [--picture PNG]
 
-`tiny` is the quickstart, the others are examples/grpo/smollm2_sums and calculator, on one rank each. `--modes auto`
-runs them as they stand, `partial` in float32 with partial rollouts (docs/partial_rollout.md). A run that is in DIR
-already is not made again. Nine runs of `tiny` take some 5 minutes on two cores, those of `smollm2` 40.
+`tiny` is the quickstart, the others are examples/grpo/tiny_moe, smollm2_sums and calculator, on one rank each. `--modes
+auto` runs them as they stand, `partial` in float32 with partial rollouts (docs/partial_rollout.md). A run that is in
+DIR already is not made again. Nine runs of `tiny` take some 5 minutes on two cores, those of `smollm2` 40.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ MODES: dict[str, tuple[str, ...]] = {
 }
 COLOURS = dict(zip(MODES, ("#2563eb", "#2563eb", "#d97706", "#059669", "#7c3aed"), strict=True))
 COMPARED = "highest,medium,bfloat16"
-# Script, steps, and steps between evaluations.
+# Command, steps, and steps between evaluations.
 TASKS = {
-    "tiny": ("scripts/quickstart.sh", 24, 4),
+    "tiny": ("scripts/quickstart.sh --ranks 1", 24, 4),
+    "moe": ("scripts/quickstart.sh --example tiny_moe --ranks 1", 24, 4),
     "smollm2": ("examples/grpo/smollm2_sums/run.sh", 16, 8),
     "calculator": ("examples/grpo/calculator/run.sh", 60, 10),
 }
@@ -51,17 +52,19 @@ RECIPES: dict[str, dict[str, str]] = {
         "actor_config.lr_schedule.lr": "5e-6",
         "generate_config.sampling_config.temperature": "1.0",
     },
+    "moe": {},
     "calculator": {},
 }
 TITLES = {
     "tiny": "bundled example",
+    "moe": "tiny mixture of experts",
     "smollm2": "SmolLM2-135M, sums",
     "calculator": "products with a calculator",
 }
 
 
 def train(task: str, mode: str, seed: int, steps: int | None, folder: Path) -> dict[str, Any]:
-    script, own_steps, every = TASKS[task]
+    command, own_steps, every = TASKS[task]
     steps = steps or own_steps
     own_keys = {"max_steps": steps, "eval_steps": every, "seed": seed}
     keys = RECIPES[task] | {f"rl_config.{key}": str(value) for key, value in own_keys.items()}
@@ -69,8 +72,7 @@ def train(task: str, mode: str, seed: int, steps: int | None, folder: Path) -> d
     if not (folder / "summary.json").exists():
         own = Path(sys.executable).parent
         ended = subprocess.run(
-            ["bash", str(ROOT / script), "--ranks", "1", *words, *MODES[mode]]
-            + ["--output_dir", str(folder)],
+            ["bash", *command.split(), *words, *MODES[mode], "--output_dir", str(folder)],
             cwd=ROOT,
             env=os.environ | {"PATH": f"{own}:{os.environ['PATH']}"},
             stdout=sys.stderr,
