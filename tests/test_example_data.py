@@ -124,7 +124,7 @@ def test_the_warm_start_learns_from_its_first_steps(tmp_path: Path) -> None:
         [*command, "--steps", "11", "--output_dir", tmp_path],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     losses = [float(line.split()[3]) for line in ended.stdout.splitlines() if " nll " in line]
