@@ -94,6 +94,8 @@ def config(**keys: Any) -> Config:
             {"rejection_k3": 0.1, "loss_type": "dppo_kl"},
             "rl_config.rejection_k3 compares the trainer's log-probs before",
         ),
+        ({"unbiased_kl": True, "beta": 0.0}, "leaves none there"),
+        ({"unbiased_kl": True, "enable_oldpolicy": False}, "how far the policy has moved"),
         ({"rejection_veto": 0.1, "enable_oldpolicy": False}, "rejection_veto needs the policy's"),
         ({"dynamic_sampling_rounds": 3}, "so nothing is replaced"),
         (
@@ -229,6 +231,7 @@ def test_the_summary_names_what_is_chosen() -> None:
         ({"loss_type": "cispo"}, "every ratio is 1"),
         ({"loss_type": "gpg", "num_iterations": 2}, "are off-policy"),
         ({"delta": 4.0}, "every ratio is 1"),
+        ({"off_policy_mask_threshold": 0.1}, "every ratio is 1"),
     ],
 )
 def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(

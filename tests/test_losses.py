@@ -116,11 +116,16 @@ def transcribed(t: Tokens, o: LossConfig) -> float:
             ratio = math.exp(t.logps[k]) / math.exp(t.old[k])
             if o.importance_sampling_level == "sequence":
                 ratio = product ** (1 / length)
-            term = -t.rollout_is_weights[k] * gain_of(ratio, t.advantages[k], t.logps[k], o, sample)
+            gain = gain_of(ratio, t.advantages[k], t.logps[k], o, sample)
+            most = o.off_policy_mask_threshold
+            if most is not None and t.advantages[k] < 0 and -math.log(product) / length > most:
+                gain = 0.0
+            term = -t.rollout_is_weights[k] * gain
             if o.loss_type == "kl_cov":
                 held = t.penalties[k] * abs(math.log(ratio))
                 term += t.rollout_is_weights[k] * held
-            term += o.beta * kl_of(t.logps[k], t.reference[k], o.kl_estimator)
+            kl = kl_of(t.logps[k], t.reference[k], o.kl_estimator)
+            term += o.beta * kl * (ratio if o.unbiased_kl else 1.0)
             term -= o.entropy_coef * t.entropy[k]
             total += weight_of(i, o) * term
     return total

@@ -107,6 +107,8 @@ class LossConfig:
     kl_cov_ratio: float = 2e-4
     kl_cov_coef: float = 1.0
     top_entropy_quantile: float = 1.0
+    off_policy_mask_threshold: float | None = None
+    unbiased_kl: bool = False
     seed: int = 0
 
     @property
@@ -138,7 +140,8 @@ class LossConfig:
     @property
     def of_samples(self) -> bool:
         """Returns whether a token's term depends on other tokens of its sample."""
-        return self.by_sequence or LOSS_TYPES[self.loss_type].of_samples
+        masks = self.off_policy_mask_threshold is not None
+        return self.by_sequence or masks or LOSS_TYPES[self.loss_type].of_samples
 
 
 # Every rl_config.advantage_estimator, and what it divides by where scale_rewards does not say.

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.surrogates import SURROGATES, Tokens, dppo_keeps, importance_ratio
+from mindgrpo.algorithm.surrogates import (
+    SURROGATES,
+    Tokens,
+    dppo_keeps,
+    importance_ratio,
+    sample_means,
+)
 
 
 def token_weights(
@@ -88,17 +94,25 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
 
     S is the surrogate (surrogates.py), f the importance weight that corrects for the generator, c_t the penalty of
     kl_cov (token_selection.py), H the entropy. `held` float [tokens] are log-probs to use where the loss has
-    stop-gradients, for finite differences; None: the policy's.
+    stop-gradients, for finite differences; None: the policy's. S is 0 where A < 0 and the mean of -log rho over the
+    sample is above off_policy_mask_threshold, and with unbiased_kl KL_t is multiplied by rho_t (DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1).
     """
     held = tokens.logps if held is None else held
     gain = SURROGATES[loss_config.surrogate](tokens, loss_config, held)
     if loss_config.penalises:
         gain = gain - tokens.penalties * np.abs(tokens.logps - tokens.old)
+    if loss_config.off_policy_mask_threshold is not None:
+        drift = sample_means(tokens.old - held, tokens.lengths)
+        is_out = (tokens.advantages < 0) & (drift > loss_config.off_policy_mask_threshold)
+        gain = np.where(is_out, 0.0, gain)
     terms = -tokens.rollout_is_weights * gain
     if loss_config.beta > 0:
-        terms = terms + loss_config.beta * kl_estimate(
-            tokens.logps, tokens.reference, loss_config.kl_estimator
-        )
+        kl = kl_estimate(tokens.logps, tokens.reference, loss_config.kl_estimator)
+        if loss_config.unbiased_kl:
+            level = loss_config.importance_sampling_level
+            kl = kl * importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
+        terms = terms + loss_config.beta * kl
     if loss_config.entropy_coef > 0:
         terms = terms - loss_config.entropy_coef * tokens.entropy
     return float((tokens.weights * terms).sum())

@@ -165,6 +165,9 @@ class AlgorithmKeys(Section):
     only with kl_in_reward: in the loss its gradient has mean 0"""
     kl_in_reward: bool = False
     """subtract beta x KL from the rewards instead of adding it to the loss; requires old log-probs"""
+    unbiased_kl: bool = False
+    """multiply the KL term of the loss by the importance ratio, so that its gradient is that of the KL divergence also
+    when the policy has moved (DeepSeek-V3.2)"""
     entropy_coef: float = Field(0.0, ge=0)
     """coefficient of the entropy bonus; 0: no bonus"""
 
@@ -200,6 +203,9 @@ class AlgorithmKeys(Section):
     """leave out samples whose mean k3 divergence of trainer and generator is above; null: off"""
     rejection_veto: float | None = Field(None, gt=0, lt=1)
     """leave out samples with a token of which p_trainer / p_generator is below, such as 1e-4; null: off"""
+    off_policy_mask_threshold: float | None = Field(None, ge=0)
+    """off-policy sequence masking (DeepSeek-V3.2): no surrogate for samples with a negative advantage of which the mean
+    of old log-prob - log-prob is above; usually with old_logps generator; null: off"""
     old_logps: Literal["trainer", "generator"] | None = None
     """whose log-probs the ratio compares with. trainer: the policy's before the first update; generator: those that the
     tokens were sampled with, so that the ratio also corrects the generator's mismatch and no pass is needed; null: as

@@ -137,7 +137,22 @@ def _old_of_generator(rl: RLConfig) -> Iterator[str]:
 
 def _switched_off(rl: RLConfig) -> Iterator[str]:
     corrects = rl.importance_sampling_correction != "none"
+    if rl.unbiased_kl and (rl.beta == 0 or rl.kl_in_reward):
+        yield (
+            f"rl_config.unbiased_kl is about the KL in the loss, and rl_config.beta {rl.beta:g} with "
+            f"rl_config.kl_in_reward {rl.kl_in_reward} leaves none there; set unbiased_kl to false"
+        )
     if not rl.enable_oldpolicy:
+        masks = rl.off_policy_mask_threshold is not None
+        for name, active in (
+            ("off_policy_mask_threshold", masks),
+            ("unbiased_kl", rl.unbiased_kl),
+        ):
+            if active:
+                yield (
+                    f"rl_config.{name} depends on how far the policy has moved, but rl_config.enable_oldpolicy false "
+                    f"makes every ratio 1; set enable_oldpolicy to true or leave {name} out"
+                )
         for name in _need_the_trainers(rl):
             yield (
                 f"rl_config.{name} needs the policy's log-probs before its update, but rl_config.enable_oldpolicy "

@@ -115,6 +115,7 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
     if rl.loss_type == "dr_grpo" and rl.reward_scale != "none":
         warnings.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
     bounded = rl.delta is not None or rl.dual_clip is not None
+    bounded = bounded or rl.off_policy_mask_threshold is not None or rl.unbiased_kl
     has_ratio = bounded or by_sequence or loss.surrogate not in ("clip", "gpg")
     if batch.updates_per_step == 1 and rl.old_source == "trainer" and has_ratio:
         warnings.append(

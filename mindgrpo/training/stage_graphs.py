@@ -54,6 +54,8 @@ class PolicyLoss(nn.Cell):
         self.by_sequence = loss_config.by_sequence
         self.has_factors = loss_config.corrected or loss_config.leaves_out
         self.penalises = loss_config.penalises
+        self.most_drift = loss_config.off_policy_mask_threshold
+        self.unbiased_kl = loss_config.unbiased_kl
         self.has_old = has_old
 
     def construct(self, logp: Any, entropy: Any, *inputs: Any) -> Any:
@@ -83,16 +85,25 @@ class PolicyLoss(nn.Cell):
         )
         if self.penalises:
             terms = terms + penalties * ops.abs(difference)
+        if self.most_drift is not None:
+            drift = -ops.stop_gradient(difference)
+            if not self.by_sequence:
+                drift = self.mean(drift, segments, shares)
+            keeps = ops.logical_or(advantages >= 0, drift <= self.most_drift)
+            terms = ops.where(keeps, terms, zeros)
         if self.has_factors:
             terms = terms * rollout_is_weights
         if self.beta > 0:
             gap = ops.where(in_loss, reference - logp, zeros)
             if self.estimator == "k1":
-                terms = terms - self.beta * gap
+                kl = -gap
             elif self.estimator == "k2":
-                terms = terms + 0.5 * self.beta * gap * gap
+                kl = 0.5 * gap * gap
             else:
-                terms = terms + self.beta * (ops.exp(gap) - gap - 1.0)
+                kl = ops.exp(gap) - gap - 1.0
+            if self.unbiased_kl:
+                kl = kl * ops.exp(difference)
+            terms = terms + self.beta * kl
         if self.entropy_coef > 0:
             terms = terms - self.entropy_coef * ops.where(in_loss, entropy, zeros)
         return sum_ext(terms * weights)
