@@ -15,6 +15,7 @@ import pytest
 from mindgrpo.algorithm.advantages import (
     best_of_group,
     decoupled_advantages,
+    distilled,
     group_advantages,
     leave_one_out,
     maximum_likelihood,
@@ -347,6 +348,47 @@ def test_an_estimator_is_found_by_its_name(name: str, function: Callable[[], np.
             compute_advantages(ROLLOUT, REWARDS, config)
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
+def test_distillation_adds_what_the_teacher_finds_likelier_to_every_tokens_advantage(
+    name: str,
+) -> None:
+    scale = "batch" if name == "reinforce_plus_plus" else "group"
+    plain, _ = compute_advantages(ROLLOUT, REWARDS, AdvantageConfig(3, name, scale))
+    config = AdvantageConfig(3, name, scale, distillation_coef=0.3)
+    batch, _ = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
+    assert batch.token_advantages is not None
+    for i, row in enumerate(batch.token_advantages):
+        expected = [
+            plain.advantages[i] + 0.3 * (float(teacher) - float(own))
+            for own, teacher in zip(OLD[i], REFERENCE[i], strict=True)
+        ]
+        np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_distillation_is_in_expectation_that_of_the_reverse_kl() -> None:
+    rng = np.random.default_rng(3)
+    logits, teacher = rng.normal(size=(2, 7))
+
+    def log_softmax(x: np.ndarray) -> np.ndarray:
+        return np.asarray(x - np.log(np.exp(x).sum()))
+
+    def reverse_kl(x: np.ndarray) -> float:
+        own = log_softmax(x)
+        return float((np.exp(own) * (own - log_softmax(teacher))).sum())
+
+    own = log_softmax(logits)
+    probabilities = np.exp(own)
+    advantages = distilled(np.zeros(7), own, log_softmax(teacher), 1.0)
+    # E[A grad log pi], by the definition of the gradient of log-softmax.
+    expected = sum(
+        p * a * (np.eye(7)[token] - probabilities)
+        for token, (p, a) in enumerate(zip(probabilities, advantages, strict=True))
+    )
+    step = 1e-5 * np.eye(7)
+    numeric = [(reverse_kl(logits + d) - reverse_kl(logits - d)) / 2e-5 for d in step]
+    np.testing.assert_allclose(expected, -np.array(numeric), atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
@@ -390,6 +432,7 @@ def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_no
     "config",
     [
         AdvantageConfig(3, reward_beta=0.1),
+        AdvantageConfig(3, distillation_coef=0.1),
         AdvantageConfig(3, correction="sequence_mask"),
         AdvantageConfig(3, rejection_k3=0.1),
     ],

@@ -243,7 +243,7 @@ def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(
 
 def test_the_pages_settings_load_without_a_warning_but_that_of_one_update() -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     for block in blocks:
         found = told(**yaml.safe_load(block)["rl_config"], num_generations=16).splitlines()
         assert not [line for line in found if line.startswith("warning") and "1, so" not in line]

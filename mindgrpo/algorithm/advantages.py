@@ -196,6 +196,18 @@ def reinforce_plus_plus(
     return [((values - mean) / (deviation + std_floor)).astype(np.float32) for values in returns]
 
 
+def distilled(
+    advantages: np.ndarray, logps: np.ndarray, teacher_logps: np.ndarray, coef: float
+) -> np.ndarray:
+    """Computes A_t + coef (log nu(y_t) - log pi(y_t)) as float32 [tokens] of one sample.
+
+    pi is the policy that drew the sample and nu the teacher: the expected gradient is that of the reverse KL of each
+    token's distribution, the on-policy case of GKD (arXiv:2306.13649, equation 4 with beta 1).
+    """
+    gap = teacher_logps.astype(np.float64) - logps.astype(np.float64)
+    return (advantages + coef * gap).astype(np.float32)
+
+
 def zero_std_groups(rewards: np.ndarray, num_generations: int) -> np.ndarray:
     """Returns bool [groups]: True where all rewards of a group are equal, so that there is nothing to learn from it."""
     groups = rewards.reshape(-1, num_generations)

@@ -171,7 +171,8 @@ REJECTIONS = (
 class AdvantageConfig:
     """How rewards become advantages, masks and weights of tokens; names are those of rl_config.
 
-    `reward_beta` is the weight of the KL term in the reward, 0 where there is none. `by_turn`: turns of a conversation
+    `reward_beta` is the weight of the KL term in the reward, 0 where there is none; `distillation_coef` that of the
+    reference's log-probs over the policy's in the advantages of tokens. `by_turn`: turns of a conversation
     have advantages of their own.
     """
 
@@ -190,11 +191,13 @@ class AdvantageConfig:
     mask_truncated: bool = False
     std_floor: float = STD_FLOOR
     by_turn: bool = False
+    distillation_coef: float = 0.0
 
     @property
     def needs_old(self) -> bool:
         """Returns whether the policy's log-probs before the first update are needed, however many updates follow."""
-        return self.reward_beta > 0 or self.correction != "none" or self.rejects
+        has_token_terms = self.reward_beta > 0 or self.distillation_coef > 0
+        return has_token_terms or self.correction != "none" or self.rejects
 
     @property
     def rejects(self) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from mindgrpo.algorithm.advantages import (
     best_of_group,
     decoupled_advantages,
+    distilled,
     group_advantages,
     leave_one_out,
     maximum_likelihood,
@@ -69,6 +70,10 @@ def compute_advantages(
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
         advantages = _by_sample(rollout, rewards, config, components)
+    if config.distillation_coef > 0:
+        earned = advantages if token_advantages is None else token_advantages
+        token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
+        advantages = _means(token_advantages, rollout)
     correction = rejected = None
     if config.correction != "none" or config.rejects:
         if old_logps is None:
@@ -160,6 +165,25 @@ def _reinforce_plus_plus(
         spread[mask] = values
         by_token.append(spread)
     return by_token
+
+
+def _distilled(
+    rollout: Rollout,
+    advantages: Arrays | np.ndarray,
+    config: AdvantageConfig,
+    old_logps: Arrays | None,
+    reference_logps: Arrays | None,
+) -> Arrays:
+    """Returns float32 [completion length] per sample, 0 on context; raises ValueError where log-probs are None."""
+    if old_logps is None or reference_logps is None:
+        raise ValueError("distillation needs the policy's and the reference's log-probs")
+    coef = config.distillation_coef
+    return [
+        np.where(mask, distilled(own, logps, teacher, coef), np.float32(0))
+        for own, logps, teacher, mask in zip(
+            advantages, old_logps, reference_logps, rollout.action_mask, strict=True
+        )
+    ]
 
 
 def _penalties(

@@ -27,6 +27,7 @@ from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.banner import algorithm_lines
+from mindgrpo.run.preflight import read_teacher
 from mindgrpo.weight_sync.plan import GIGA, Links, busiest_link
 
 _COUNTED = (
@@ -124,7 +125,9 @@ def _parameters(model: DecoderConfig) -> str:
 
 def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verdict:
     model, where = shapes_of(loaded.config)
-    plan = plan_run(loaded.config, model, world_size=None)
+    is_there = Path(loaded.config.reference_load, "config.json").is_file()
+    teacher = read_teacher(loaded.config, model) if is_there else None
+    plan = plan_run(loaded.config, model, world_size=None, teacher=teacher)
     fit = verdict(loaded, plan)
     sections = {
         "model": [

@@ -159,7 +159,7 @@ class AlgorithmKeys(Section):
     """added to the standard deviation before dividing by it; verl uses 1e-6, TRL 1e-4"""
 
     beta: float = Field(0.01, ge=0)
-    """coefficient of the KL penalty; 0: no KL penalty, and no reference model is loaded"""
+    """coefficient of the KL penalty; 0: no KL penalty; no reference model is loaded unless distillation_coef is set"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """estimator of the KL divergence, with d = logp - reference logp. k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1. Use k1
     only with kl_in_reward: in the loss its gradient has mean 0"""
@@ -168,6 +168,10 @@ class AlgorithmKeys(Section):
     unbiased_kl: bool = False
     """multiply the KL term of the loss by the importance ratio, so that its gradient is that of the KL divergence also
     when the policy has moved (DeepSeek-V3.2)"""
+    distillation_coef: float = Field(0.0, ge=0)
+    """on-policy distillation: add this times (log-prob by the reference model - log-prob by the policy) to each token's
+    advantage. ref_config.load names the teacher, of any size, with the policy's tokenizer; rewards may be left out. 0:
+    off"""
     entropy_coef: float = Field(0.0, ge=0)
     """coefficient of the entropy bonus; 0: no bonus"""
 

@@ -63,7 +63,7 @@ def _clips(rl: RLConfig) -> Iterator[str]:
 
 def _estimator(rl: RLConfig) -> Iterator[str]:
     estimator, scale = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
-    if rl.num_generations == 1 and estimator != "reinforce_plus_plus":
+    if rl.num_generations == 1 and estimator != "reinforce_plus_plus" and not rl.distillation_coef:
         yield (
             f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
             "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
@@ -97,12 +97,14 @@ def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
             "rl_config.kl_in_reward is true, but rl_config.beta is 0, so there is no KL to take from the rewards; "
             "raise beta or set kl_in_reward to false"
         )
-    per_token = rl.kl_in_reward and rl.advantage_estimator.startswith("reinforce_plus_plus")
-    if per_token and rl.loss_of_samples:
+    own = "rl_config.distillation_coef" if rl.distillation_coef else ""
+    if rl.kl_in_reward and rl.advantage_estimator.startswith("reinforce_plus_plus"):
+        own = f"rl_config.kl_in_reward with rl_config.advantage_estimator {rl.advantage_estimator}"
+    if own and rl.loss_of_samples:
         yield (
-            f"rl_config.kl_in_reward with rl_config.advantage_estimator {rl.advantage_estimator} gives every token "
-            f"an advantage of its own, and rl_config.loss_type {rl.loss_type} by "
-            f"{rl.importance_sampling_level} needs one a sample; choose a loss by token or set kl_in_reward to false"
+            f"{own} gives every token an advantage of its own, and rl_config.loss_type {rl.loss_type} by "
+            f"{rl.importance_sampling_level} needs one a sample; choose a loss by token or leave "
+            f"{own.split()[0]} out"
         )
 
 
@@ -111,6 +113,8 @@ def _need_the_trainers(rl: RLConfig) -> list[str]:
     named = [name for name in REJECTIONS if getattr(rl, name) is not None]
     if rl.kl_in_reward:
         named.append("kl_in_reward")
+    if rl.distillation_coef > 0:
+        named.append("distillation_coef")
     if rl.importance_sampling_correction != "none":
         named.append("importance_sampling_correction")
     return named

@@ -71,6 +71,10 @@ class Config(Section):
         return self.ref_config.load or self.actor_config.load
 
     @property
+    def has_reference(self) -> bool:
+        return self.rl_config.beta > 0 or self.rl_config.distillation_coef > 0
+
+    @property
     def reference_parallel(self) -> ParallelConfig:
         return self.ref_config.parallel_config or self.actor_config.parallel_config
 

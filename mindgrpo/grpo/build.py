@@ -161,7 +161,7 @@ def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -
     pipeline = None
     if plan.reference.mesh.holds(backend.rank):
         pipeline = ForwardPipeline(
-            Shard(plan.model, weights, backend),
+            Shard(plan.of_reference.model, weights, backend),
             backend,
             "reference",
             reference_shape(plan.config, backend.kernels.ragged),

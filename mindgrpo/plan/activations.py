@@ -333,7 +333,7 @@ def activation_bytes(plan: RunPlan) -> Mapping[str, int]:
     }
     if plan.reference is not None:
         shape = reference_shape(plan.config, ragged)
-        graphs = graphs_of(plan, plan.reference, shape)
+        graphs = graphs_of(plan.of_reference, plan.reference, shape)
         by_phase["reference"] = _forward_bytes(plan.reference, graphs)
     return by_phase
 

@@ -150,7 +150,9 @@ def _together(chosen: Sequence[Change]) -> Values:
 def _needs_with(loaded: Loaded, plan: RunPlan, chosen: Sequence[Change]) -> list[PhaseNeed]:
     """Returns no needs where the configuration, the model or the batch does not allow the changes."""
     try:
-        new = plan_run(config_with(loaded, _together(chosen)).config, plan.model, None)
+        new = plan_run(
+            config_with(loaded, _together(chosen)).config, plan.model, None, plan.teacher
+        )
     except UserError:
         return []
     before, after = ((p.batch.samples_per_step, p.batch.updates_per_step) for p in (plan, new))

@@ -120,7 +120,10 @@ def ranked(loaded: Loaded, plan: RunPlan, most: int = SHOWN) -> list[Choice]:
             for saving in map(partial(_effective, other), SAVINGS):
                 if saving:
                     saved = {**values, **saving}
-                    add(saved, plan_run(config_with(loaded, saved).config, plan.model, None))
+                    add(
+                        saved,
+                        plan_run(config_with(loaded, saved).config, plan.model, None, plan.teacher),
+                    )
     return sorted(choices.values(), key=lambda choice: choice.seconds.total)
 
 
@@ -156,7 +159,7 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
             **_of_experts(plan, train, infer, experts),
         }
         try:
-            other = plan_run(config_with(loaded, values).config, plan.model, None)
+            other = plan_run(config_with(loaded, values).config, plan.model, None, plan.teacher)
         except UserError:
             continue
         if other.batch.samples_per_step == batch.samples_per_step:

@@ -56,7 +56,7 @@ def row_lines(config: Config) -> list[str]:
     ragged = kernel_kind(config) == "native"
     update, reference = update_shape(config, ragged), reference_shape(config, ragged)
     shapes = {"update": update, "reference": reference}
-    if config.rl_config.beta == 0 or update.length == reference.length:
+    if not config.has_reference or update.length == reference.length:
         shapes = {"": update}
     lines = []
     for name, shape in shapes.items():

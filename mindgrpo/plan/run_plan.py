@@ -52,9 +52,10 @@ LARGEST = -1
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Layouts of the roles (`reference` None where beta is 0) and the arithmetic of a step.
+    """Layouts of the roles (`reference` None where nothing needs one) and the arithmetic of a step.
 
-    `device_bytes` is the memory that a device reports; None where none was asked.
+    `device_bytes` is the memory that a device reports; None where none was asked. `teacher` has the shapes of a
+    reference of another model than the policy's.
     """
 
     config: Config
@@ -64,6 +65,12 @@ class RunPlan:
     reference: Layout | None
     batch: BatchPlan
     device_bytes: int | None = None
+    teacher: DecoderConfig | None = None
+
+    @property
+    def of_reference(self) -> RunPlan:
+        """Returns the plan with the reference's model, for what the reference computes."""
+        return self if self.teacher is None else replace(self, model=self.teacher)
 
     @property
     def world_size(self) -> int:
@@ -287,7 +294,7 @@ class RunPlan:
         uses_vllm = self.config.generate_config.uses_vllm
         by_vllm = f", vLLM in {engine_dtype(self.config)}" if uses_vllm else ""
         stages = "+".join(str(sum(map(len, own))) for own in self.train.stage_layers)
-        reference = "none (beta is 0)"
+        reference = "none (beta and distillation_coef are 0)"
         if self.reference is not None:
             reference = f"{self.reference.mesh}{_options(self.reference)}"
         return [
@@ -355,19 +362,30 @@ def generator_bytes(config: Config, layout: Layout) -> int:
     return share_of(layout, LARGEST) * ITEM_BYTES[dtype]
 
 
-def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> RunPlan:
-    """Plans a run. Raises UserError for layouts that the world or the model does not allow."""
+def plan_run(
+    config: Config,
+    model: DecoderConfig,
+    world_size: int | None,
+    teacher: DecoderConfig | None = None,
+) -> RunPlan:
+    """Plans a run, with `teacher` where the reference is of another model than `model`.
+
+    Raises UserError for layouts that the world or a model does not allow.
+    """
     if world_size is not None:
         validate_world(config, world_size, lambda degrees: _fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
     infer = generating_layout(config, model)
     reference = None
-    if config.rl_config.beta > 0:
+    if config.has_reference:
         role = "ref_config" if config.ref_config.parallel_config else "actor_config"
         where = f"{role}.parallel_config"
-        reference = layout_of(config.reference_parallel, model, config.ref_config.offset, where)
-    check_positions(config, model)
+        reference = layout_of(
+            config.reference_parallel, teacher or model, config.ref_config.offset, where
+        )
+    for own in filter(None, (model, teacher)):
+        check_positions(config, own)
     # These refuse what the run cannot have.
     plain_kernels(config)
     is_batch_invariant(config, model)
@@ -377,7 +395,8 @@ def plan_run(config: Config, model: DecoderConfig, world_size: int | None) -> Ru
             f"generate_config.max_num_seqs {generate.max_num_seqs} is less than rl_config.num_generations {group}, "
             "but a prompt's group runs together; raise it or leave it out."
         )
-    plan = RunPlan(config, model, train, infer, reference, BatchPlan.of(config))
+    batch = BatchPlan.of(config)
+    plan = RunPlan(config, model, train, infer, reference, batch, teacher=teacher)
     if plan.lora is not None and model.latent is not None:
         raise UserError(
             f"actor_config.lora.rank is {plan.lora.rank}, but adapters of attention with latents ({model.model_type}) "

@@ -197,7 +197,8 @@ class Roofline:
         reference = self.plan.reference
         phases = [self._rollout()]
         if reference is not None:
-            phases.append(self._reference(reference))
+            own = Roofline(self.plan.of_reference, self.counts, self.rates.speeds)
+            phases.append(own._reference(reference))
         if self.plan.computes_old_logps:
             phases.append(self._old_logps())
         return [*phases, self._update(), self._optimizer()]
@@ -433,7 +434,9 @@ class Roofline:
         kernels = len(lengths) * counts.tokens_a_graph * counts.decode.of(whole)
         kernels += counts.prompt.of(whole)
         if plan.reference is not None:
-            kernels += counts.forward.of(math.ceil(whole / plan.reference.mesh.pp))
+            kernels += counts.forward.of(
+                math.ceil(plan.reference.num_layers / plan.reference.mesh.pp)
+            )
         own = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
         kernels += counts.forward.of(own) + counts.last.of(own) + counts.optimizer.of(own)
         return kernels * 1e-3 * self.rates.speeds.compile_ms * self.rates.crowd

@@ -38,7 +38,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     )
     for role in ("actor", "generate", "ref"):
         texts[f"layout_{role}"] = _layout(values, f"{role}_config.parallel_config.")
-    if not number_of(values, "rl_config.beta", 0.0):
+    needs_reference = ("rl_config.beta", "rl_config.distillation_coef")
+    if not any(number_of(values, key, 0.0) for key in needs_reference):
         del texts["layout_ref"]
     elif not texts["layout_ref"]:
         # The default of the reference model's layout.

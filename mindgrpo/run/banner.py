@@ -67,6 +67,8 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
     kl = "no KL"
     if rl.beta > 0:
         kl = f"KL {rl.kl_estimator} x {rl.beta:g} in the {'reward' if rl.kl_in_reward else 'loss'}"
+    if rl.distillation_coef:
+        kl += f"; distilled from {config.reference_load} x {rl.distillation_coef:g}"
     samples = []
     if rl.dynamic_sampling:
         samples.append(f"groups of equal rewards replaced up to {rl.resampling_rounds} times")

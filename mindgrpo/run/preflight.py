@@ -147,6 +147,43 @@ def read_model(config: Config) -> DecoderConfig:
     return read_config(config.actor_config.load)
 
 
+def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
+    """Reads the configuration of the reference's model, None where it is that of the policy's, `model`.
+
+    Raises UserError where they differ and the reference is to follow the policy.
+    """
+    if not config.has_reference or config.reference_load == config.actor_config.load:
+        return None
+    teacher = read_config(config.reference_load)
+    if replace(teacher, raw={}) == replace(model, raw={}):
+        return None
+    if config.ref_config.sync_ref_model:
+        raise UserError(
+            f"ref_config.sync_ref_model is true, but the model in ref_config.load '{config.reference_load}' is another "
+            "one than the policy's and cannot become a copy of it; set sync_ref_model to false."
+        )
+    return teacher
+
+
+def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfig) -> None:
+    """Raises UserError where the reference's model, of other shapes, does not read the run's tokens."""
+    directory = config.reference_load
+    known = load_tokenizer(directory).codec.get_vocab(with_added_tokens=True)
+    own = tokenizer.codec.get_vocab(with_added_tokens=True)
+    differing = sorted(token for token, number in own.items() if known.get(token) != number)
+    if differing:
+        token = differing[0]
+        raise UserError(
+            f"ref_config.load '{directory}' has another tokenizer than the policy: token {token!r} is {own[token]} "
+            f"here and {known.get(token)} there; name a model with the same tokenizer."
+        )
+    if tokenizer.vocab_size > teacher.vocab_size:
+        raise UserError(
+            f"ref_config.load '{directory}' knows {teacher.vocab_size} tokens (vocab_size), but the tokenizer has ids "
+            f"up to {tokenizer.vocab_size - 1}; name a model with the same tokenizer."
+        )
+
+
 def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
     """Reads the tokenizer, with the configuration's chat template."""
     tokenizer = load_tokenizer(config.tokenizer_dir)
@@ -173,13 +210,15 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     for role in (config.actor_config, config.ref_config, config.generate_config):
         if role.model_yaml:
             check_agreement(model, role.model_yaml, config.actor_config.load)
-    plan = plan_run(config, model, world_size)
+    plan = plan_run(config, model, world_size, read_teacher(config, model))
     check_engine(plan)
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
     if plan.reference is not None and config.reference_load != config.actor_config.load:
-        check_tensors(config.reference_load, parameter_specs(model))
+        check_tensors(config.reference_load, plan.reference.specs)
     tokenizer = read_tokenizer(config, model)
+    if plan.teacher is not None:
+        check_vocabulary(config, tokenizer, plan.teacher)
     rl, save = config.rl_config, config.actor_config.save
     if save and Path(save).exists() and not Path(save).is_dir():
         raise UserError(
@@ -240,7 +279,8 @@ def scorer_of(
     if reward_functions is not None:
         functions, weights = reward_functions, reward_weights
     has_environment = config.rl_config.environment is not None
-    if not functions and not has_environment:
+    may_be_empty = has_environment or config.rl_config.distillation_coef > 0
+    if not functions and not may_be_empty:
         raise UserError(
             "reward_config.verifier_function is empty, so there is no reward to train with; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
@@ -249,7 +289,7 @@ def scorer_of(
         rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
     )
     facts = {"max_completion_length": config.generate_config.sampling_config.max_tokens}
-    scorer = Scorer(functions, weights, limits, facts, may_be_empty=has_environment)
+    scorer = Scorer(functions, weights, limits, facts, may_be_empty=may_be_empty)
     if has_environment and ENVIRONMENT_NAME in scorer.names:
         scorer.close()
         raise UserError(

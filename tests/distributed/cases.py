@@ -112,6 +112,7 @@ class Recipe:
     environment: bool = False
     partial_chunk: int = 0  # tokens; above 0 a rollout ends with half of the prompts' groups
     in_loop: bool = True  # the decode loop in C computes the model
+    teacher: dict[str, Any] | None = None  # the reference's model, where it is another one
 
     @property
     def has_reference(self) -> bool:

@@ -1,4 +1,4 @@
-"""The program of the distributed tests, one process a rank: python job.py RESULT_FOLDER BACKEND.
+"""The program of the distributed tests, one process a rank, with tests/ in PYTHONPATH: job.py RESULT_FOLDER BACKEND.
 
 With --write-golden [RECIPE ...] instead it writes the trajectory of these recipes, or of all, in one process.
 Runs this world's cases through the project's own rooms and writes rank_N.json (and the trained parameters, from
@@ -181,11 +181,12 @@ class Run:
 
     def _reference(self) -> ForwardPipeline:
         """Other weights than the policy starts with, so that the loss is not zero at first."""
-        layout = replace(self.infer, splits_tokens=self.case.splits_tokens)
+        config = decoder_config(self.recipe.teacher or self.recipe.model, "the test's model")
+        layout = replace(layout_of(config, self.infer.mesh), splits_tokens=self.case.splits_tokens)
         weights = Weights(layout, self.backend.rank, self.backend, "reference")
         fill_random(weights, SEED + 1, c.INITIAL_SCALE)
         return ForwardPipeline(
-            Shard(self.config, weights, self.backend),
+            Shard(config, weights, self.backend),
             self.backend,
             "reference",
             MicroShape(c.MICRO_ROWS, self.case.widest),

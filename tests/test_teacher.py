@@ -1,0 +1,70 @@
+"""The reference's model where it is another one than the policy's: what is taken, and what is refused.
+
+Does not prove what it computes: test_advantages.py and test_distributed.py do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mindgrpo.config import load_config
+from mindgrpo.config.schema import Config
+from mindgrpo.errors import UserError
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.run.preflight import check_vocabulary, read_teacher, read_tokenizer
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"
+MODEL = EXAMPLE / "model"
+
+
+@pytest.fixture
+def teacher(tmp_path: Path) -> Path:
+    folder = tmp_path / "teacher"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def change(folder: Path, name: str, **values: object) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
+
+
+def config_of(teacher: Path, *words: str) -> Config:
+    own = ("--actor_config.load", str(MODEL), "--ref_config.load", str(teacher))
+    return load_config(EXAMPLE / "grpo_config.yaml", [*own, *words]).config
+
+
+def test_a_reference_of_the_same_shapes_is_no_teacher_and_one_of_others_is(teacher: Path) -> None:
+    model = read_config(MODEL)
+    assert read_teacher(config_of(teacher), model) is None
+    # What no tensor shows.
+    change(teacher, "config.json", rope_theta=5000.0)
+    assert read_teacher(config_of(teacher), model) == read_config(teacher)
+    change(teacher, "config.json", num_hidden_layers=2)
+    found = read_teacher(config_of(teacher), model)
+    assert found is not None and found.num_hidden_layers == 2
+    off = ("--rl_config.beta", "0")
+    assert read_teacher(config_of(teacher, *off), model) is None
+    assert read_teacher(config_of(teacher, *off, "--rl_config.distillation_coef", "1"), model)
+    with pytest.raises(UserError, match=r"sync_ref_model is true.*cannot become a copy of it"):
+        read_teacher(config_of(teacher, "--ref_config.sync_ref_model", "true"), model)
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path) -> None:
+    config, model = config_of(teacher), read_config(MODEL)
+    tokenizer = read_tokenizer(config, model)
+    check_vocabulary(config, tokenizer, model)
+    change(teacher, "config.json", vocab_size=tokenizer.vocab_size - 1)
+    with pytest.raises(UserError, match=r"knows \d+ tokens .*name a model with the same tokenizer"):
+        check_vocabulary(config, tokenizer, read_config(teacher))
+    words = json.loads((teacher / "tokenizer.json").read_text("utf-8"))
+    vocabulary = words["model"]["vocab"]
+    first, second = sorted(vocabulary)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    change(teacher, "tokenizer.json", **words)
+    with pytest.raises(UserError, match="another tokenizer than the policy: token "):
+        check_vocabulary(config, tokenizer, model)
