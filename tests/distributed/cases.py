@@ -145,6 +145,7 @@ RECIPES = {
     # The second iteration computes the experts of before the first one.
     "experts": Recipe(QWEN3_MOE, num_iterations=2, sampling={"stop_ids": tuple(range(12))}),
     "low rank": Recipe(QWEN2, lora=(3, 6.0)),
+    # Distilled from a smaller model as well.
     "dapo": Recipe(
         QWEN2,
         num_iterations=2,
@@ -161,7 +162,9 @@ RECIPES = {
             "correction": "token_truncate",
             "correction_cap": 1.1,
             "mask_truncated": True,
+            "distillation_coef": 1.0,
         },
+        teacher=QWEN3 | {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 1},
     ),
     "gspo": Recipe(
         QWEN2,
