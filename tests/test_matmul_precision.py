@@ -28,7 +28,6 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import (
     NUM_PARTS,
     MatmulPrecision,
-    has_amx,
     packed_bytes,
     resolve_matmul_precision,
     slow_products,
@@ -216,41 +215,26 @@ def test_memory_for_packed_weights_counts_as_the_generators(backend: CpuBackend)
 AMX = "flags : fpu avx512f amx_bf16 amx_tile"
 
 
-@pytest.mark.parametrize(
-    "flags, limit, expected",
-    [
-        (AMX, None, True),
-        (AMX, "AVX512_CORE_BF16", False),
-        (AMX, "AVX512_CORE_AMX", True),
-        (AMX, "default", True),
-        ("flags : fpu avx512f avx512_bf16", None, False),
-    ],
-)
-def test_auto_is_high_where_onednn_may_use_amx(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, limit: str | None, expected: bool
-) -> None:
-    (tmp_path / "cpuinfo").write_text(flags)
-    monkeypatch.setattr(dtypes, "CPU_INFO", tmp_path / "cpuinfo")
-    assert has_amx({} if limit is None else {"ONEDNN_MAX_CPU_ISA": limit}) is expected
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if limit is not None:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert resolve_matmul_precision("auto", SHARED_MEMORY, True) == (
-        "high" if expected else "highest"
-    )
-    assert resolve_matmul_precision("auto", SHARED_MEMORY, False) == "highest"
+def test_auto_is_highest() -> None:
+    for target, has_kernels in ((SHARED_MEMORY, True), (SHARED_MEMORY, False)):
+        assert resolve_matmul_precision("auto", target, has_kernels) == "highest"
     assert resolve_matmul_precision("auto", Target("CPU", "device"), False) == "highest"
 
 
 @pytest.mark.parametrize(
-    "precision, flags, limit, lacks",
+    "precision, flags, limit, why",
     [
-        ("high", AMX, "", None),
-        ("high", AMX, "AVX512_CORE_BF16", "instructions for bfloat16"),
-        ("high", AMX + " avx512_bf16", "AVX512_CORE_BF16", "AMX"),
+        ("high", AMX + " avx512_bf16", "", "it makes six products of bfloat16"),
+        ("medium", AMX, "", None),
         ("medium", AMX + " avx512_bf16", "AVX512_CORE_BF16", None),
-        ("medium", AMX + " avx512_bf16", "AVX512_CORE", "instructions for bfloat16"),
-        ("medium", "flags : fpu avx512f", "", "instructions for bfloat16"),
+        ("medium", AMX, "AVX512_CORE_BF16", "the processor has no instructions for bfloat16"),
+        (
+            "medium",
+            AMX + " avx512_bf16",
+            "AVX512_CORE",
+            "the processor has no instructions for bfloat16",
+        ),
+        ("medium", "flags : fpu avx512f", "", "the processor has no instructions for bfloat16"),
         ("highest", "flags : fpu", "", None),
     ],
 )
@@ -260,13 +244,13 @@ def test_products_that_are_slower_than_float32_are_told(
     precision: MatmulPrecision,
     flags: str,
     limit: str,
-    lacks: str | None,
+    why: str | None,
 ) -> None:
     (tmp_path / "cpuinfo").write_text(flags)
     monkeypatch.setattr(dtypes, "CPU_INFO", tmp_path / "cpuinfo")
     sentences = slow_products(precision, {"ONEDNN_MAX_CPU_ISA": limit})
-    assert len(sentences) == (lacks is not None)
-    assert lacks is None or sentences[0].endswith(f"the processor has no {lacks}")
+    assert len(sentences) == (why is not None)
+    assert why is None or sentences[0].endswith(why)
 
 
 def test_what_a_device_does_not_have_is_refused() -> None:

@@ -9,7 +9,6 @@ computed in. highest: float32. high: each factor as the sum of three bfloat16 nu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +67,7 @@ def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> M
     """
     on_processors = target == SHARED_MEMORY and has_kernels
     if asked == "auto":
-        return "high" if on_processors and has_amx(os.environ) else "highest"
+        return "highest"
     if asked == "highest" or on_processors or (asked == "high" and target.device == "Ascend"):
         return asked  # type: ignore[return-value]
     if target == SHARED_MEMORY:
@@ -88,11 +87,6 @@ def packed_bytes(k: int, n: int, num_parts: int, leaves: int = 1) -> int:
     return 2 * num_parts * leaves * (-(-k // leaves // 32) * 32) * (-(-n // 64) * 64)
 
 
-def has_amx(environment: Mapping[str, str]) -> bool:
-    """Returns whether oneDNN multiplies bfloat16 by the processor's AMX."""
-    return _uses(AMX_FLAG, ("AMX",), environment)
-
-
 def slow_products(
     precision: MatmulPrecision, environment: Mapping[str, str], dtype: str = "float32"
 ) -> list[str]:
@@ -100,17 +94,19 @@ def slow_products(
 
     `dtype` is context.compute_dtype.
     """
+    if precision == "high":
+        return [
+            f"{PRECISION_KEY} high is no faster than highest here: it makes six products of bfloat16"
+        ]
     is_narrow = dtype == "bfloat16"
-    if (precision == "highest" and not is_narrow) or has_amx(environment):
-        return []
     has_bfloat16 = _uses(BF16_FLAG, ("BF16", "FP16", "AMX"), environment)
-    if (precision == "medium" or is_narrow) and has_bfloat16:
+    has_bfloat16 = has_bfloat16 or _uses(AMX_FLAG, ("AMX",), environment)
+    if (precision == "highest" and not is_narrow) or has_bfloat16:
         return []
-    lacks = "AMX" if has_bfloat16 else "instructions for bfloat16"
     slow = f"{PRECISION_KEY} {precision} is slower than highest"
     if is_narrow:
         slow = "context.compute_dtype bfloat16 is slower than float32"
-    return [f"{slow} here: the processor has no {lacks}"]
+    return [f"{slow} here: the processor has no instructions for bfloat16"]
 
 
 def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bool:

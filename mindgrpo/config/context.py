@@ -108,7 +108,7 @@ class Context(Section):
     ] = "auto"
     """precision of float32 matrix products, in PyTorch's terms. highest: float32; high: six bfloat16 products (same
     accuracy) or the device's equivalent (docs/numbers.md); medium: bfloat16 inputs with float32 accumulation; auto:
-    high on processors with AMX, else highest"""
+    highest"""
     compute_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BEFORE_TEXT] = (
         "auto"
     )
