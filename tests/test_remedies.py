@@ -16,6 +16,7 @@ import pytest
 import yaml
 from config_files import Loader, section
 
+from mindgrpo.algorithm.loss_config import LOSS_TYPES
 from mindgrpo.cli.verbs import MODULES, USAGE, main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, aliases
@@ -176,6 +177,7 @@ SAMPLES = {
     "actor_config.lora.target_modules": "q_proj",
     "generate_config.load": "",
     "generate_config.max_model_len": "4096",
+    "rl_config.clip_cov_high": "9.0",
     "rl_config.delta": "2.0",
     "rl_config.dual_clip": "3.0",
 }
@@ -185,6 +187,15 @@ NEEDS = {
     "rl_config.importance_sampling_cap": [
         "--rl_config.importance_sampling_correction=token_truncate"
     ],
+    "rl_config.importance_sampling_floor": [
+        "--rl_config.importance_sampling_correction=token_mask"
+    ],
+    **{
+        f"rl_config.{key}": [f"--rl_config.loss_type={kind}"]
+        for kind, loss in LOSS_TYPES.items()
+        for key in loss.keys
+        if key not in LOSS_TYPES["grpo"].keys
+    },
     "rl_config.over_sampling_batch_size": [*PARTIAL, "--rl_config.partial_rollout"],
     "rl_config.partial_rollout": PARTIAL,
 }

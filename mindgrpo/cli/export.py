@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.kernels.native.library import float32_product
 from mindgrpo.checkpoint.folders import find, folder_of, steps_in
 from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mindgrpo.checkpoint.load import checkpoint_files
@@ -55,7 +56,8 @@ def policy_files(folder: Path, manifest: Manifest, base: ModelFiles | None) -> M
         values = model.read(name)
         a_name, b_name = adapter_names(name)
         if b_name in stored.names:
-            values += np.float32(scale) * (stored.read(b_name) @ stored.read(a_name))
+            product = float32_product(stored.read(a_name).T, stored.read(b_name).T)
+            values += np.float32(scale) * product.T
         return values
 
     return ModelFiles(

@@ -24,6 +24,7 @@ from mindgrpo.backend.kernels.native.library import (
     as_first_twice,
     as_first_two,
     call_kernel,
+    float32_product,
     has_bfloat16,
     library,
     operation,
@@ -309,10 +310,7 @@ class NativeKernels(Kernels):
         return _MatMul(None, False, 1)
 
     def float32_product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        product = np.empty((len(a), b.shape[1]), np.float32)
-        factors = map(np.ascontiguousarray, (a, b))
-        call_kernel("product", *factors, np.array([0, 1], np.int32), product)
-        return product
+        return float32_product(a, b)
 
     def matmul_back(self) -> Any:
         return super().matmul_back() if self.num_parts is None else _MatMul(self.num_parts, True, 1)
