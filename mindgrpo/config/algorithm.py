@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,12 @@ from mindgrpo.config.section import Section, spelled
 
 DEFAULT_CAP = AdvantageConfig.correction_cap
 DEFAULT_ROUNDS = 3
+
+
+def _of_loss(name: str, description: str, **bounds: Any) -> Any:
+    """Declares a key that some losses read, null by default: then LossConfig's value, which the description states."""
+    default = getattr(LossConfig, name)
+    return Field(None, description=f"{description}; null: {default:g}", **bounds)
 
 
 class AlgorithmKeys(Section):
@@ -64,68 +70,42 @@ class AlgorithmKeys(Section):
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
     dual_clip: float | None = Field(None, gt=1)
     """dual clipping: lower bound of the surrogate for negative advantages, as a multiple of the advantage; null: off"""
-    sapo_temperature_pos: float | None = Field(
-        None,
-        gt=0,
-        description=f"temperature of sapo's gate for positive advantages; null: {LossConfig.sapo_temperature_pos:g}",
+    sapo_temperature_pos: float | None = _of_loss(
+        "sapo_temperature_pos", "temperature of sapo's gate for positive advantages", gt=0
     )
-    sapo_temperature_neg: float | None = Field(
-        None,
-        gt=0,
-        description=f"temperature of sapo's gate for other advantages; null: {LossConfig.sapo_temperature_neg:g}",
+    sapo_temperature_neg: float | None = _of_loss(
+        "sapo_temperature_neg", "temperature of sapo's gate for other advantages", gt=0
     )
-    dppo_ratio_cap: float | None = Field(
-        None,
-        ge=1,
-        description=f"maximum of the ratio in dppo_tv and dppo_kl; null: {LossConfig.dppo_ratio_cap:g}",
+    dppo_ratio_cap: float | None = _of_loss(
+        "dppo_ratio_cap", "maximum of the ratio in dppo_tv and dppo_kl", ge=1
     )
-    vespo_k_pos: float | None = Field(
-        None,
-        ge=0,
-        description=f"exponent of vespo's weight for advantages >= 0; null: {LossConfig.vespo_k_pos:g}",
+    vespo_k_pos: float | None = _of_loss(
+        "vespo_k_pos", "exponent of vespo's weight for advantages >= 0", ge=0
     )
-    vespo_lambda_pos: float | None = Field(
-        None,
-        gt=0,
-        description=f"decay of vespo's weight for advantages >= 0; null: {LossConfig.vespo_lambda_pos:g}",
+    vespo_lambda_pos: float | None = _of_loss(
+        "vespo_lambda_pos", "decay of vespo's weight for advantages >= 0", gt=0
     )
-    vespo_k_neg: float | None = Field(
-        None,
-        ge=0,
-        description=f"exponent of vespo's weight for negative advantages; null: {LossConfig.vespo_k_neg:g}",
+    vespo_k_neg: float | None = _of_loss(
+        "vespo_k_neg", "exponent of vespo's weight for negative advantages", ge=0
     )
-    vespo_lambda_neg: float | None = Field(
-        None,
-        gt=0,
-        description=f"decay of vespo's weight for negative advantages; null: {LossConfig.vespo_lambda_neg:g}",
+    vespo_lambda_neg: float | None = _of_loss(
+        "vespo_lambda_neg", "decay of vespo's weight for negative advantages", gt=0
     )
 
-    clip_cov_ratio: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description=f"share of tokens that clip_cov leaves out; null: {LossConfig.clip_cov_ratio:g}",
+    clip_cov_ratio: float | None = _of_loss(
+        "clip_cov_ratio", "share of tokens that clip_cov leaves out", gt=0, le=1
     )
-    clip_cov_low: float | None = Field(
-        None,
-        gt=0,
-        description=f"covariance above which clip_cov leaves tokens out; null: {LossConfig.clip_cov_low:g}",
+    clip_cov_low: float | None = _of_loss(
+        "clip_cov_low", "covariance above which clip_cov leaves tokens out", gt=0
     )
-    clip_cov_high: float | None = Field(
-        None,
-        gt=0,
-        description=f"covariance below which clip_cov leaves tokens out; null: {LossConfig.clip_cov_high:g}",
+    clip_cov_high: float | None = _of_loss(
+        "clip_cov_high", "covariance below which clip_cov leaves tokens out", gt=0
     )
-    kl_cov_ratio: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description=f"share of tokens that kl_cov holds to the old policy; null: {LossConfig.kl_cov_ratio:g}",
+    kl_cov_ratio: float | None = _of_loss(
+        "kl_cov_ratio", "share of tokens that kl_cov holds to the old policy", gt=0, le=1
     )
-    kl_cov_coef: float | None = Field(
-        None,
-        gt=0,
-        description=f"coefficient of |log ratio| of kl_cov's tokens; null: {LossConfig.kl_cov_coef:g}",
+    kl_cov_coef: float | None = _of_loss(
+        "kl_cov_coef", "coefficient of |log ratio| of kl_cov's tokens", gt=0
     )
     top_entropy_quantile: float = Field(LossConfig.top_entropy_quantile, gt=0, le=1)
     """share of an update's tokens, those of highest entropy, whose surrogate counts; 1: all; below 1, as with clip_cov
