@@ -29,7 +29,8 @@ from mindgrpo.models.rotary import rotary_table
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.plan.fit import verdict
-from mindgrpo.plan.run_plan import RunPlan, check_experts, plan_run
+from mindgrpo.plan.role_layouts import check_experts
+from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.weights.local_weights import arrange
 
 SIZES: dict[str, Any] = {

@@ -35,7 +35,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.run_plan import check_positions, layout_of
+from mindgrpo.plan.role_layouts import check_positions, layout_of
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine

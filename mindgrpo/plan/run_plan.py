@@ -16,12 +16,10 @@ from mindgrpo.backend.kernels.shapes import Vocabulary
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, validate_world
-from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
-from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import (
     compute_dtype,
     dtype_notices,
@@ -39,8 +37,9 @@ from mindgrpo.models.shard import (
 )
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout, Offset
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
+from mindgrpo.plan.role_layouts import check_positions, fits, generating_layout, layout_of
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
@@ -373,7 +372,7 @@ def plan_run(
     Raises UserError for layouts that the world or a model does not allow.
     """
     if world_size is not None:
-        validate_world(config, world_size, lambda degrees: _fits(Mesh(*degrees), model))
+        validate_world(config, world_size, lambda degrees: fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
     infer = generating_layout(config, model)
@@ -405,109 +404,3 @@ def plan_run(
     if plan.lora is not None:
         adapter_specs(train.specs, plan.lora)
     return plan
-
-
-def generating_layout(config: Config, model: DecoderConfig) -> Layout:
-    """Lays out the generator's model, of which vLLM's workers have columns of each expert. Raises UserError."""
-    generate, where = config.generate_config, "generate_config.parallel_config"
-    layout = layout_of(generate.parallel_config, model, where=where)
-    if not generate.uses_vllm:
-        return layout
-    if model.latent is not None:
-        raise UserError(
-            f"generate_config.use_vllm is {generate.use_vllm}, but models of type {model.model_type} are not handed to "
-            "vLLM; set it to 0 for the embedded generator."
-        )
-    if model.moe is None:
-        return layout
-    if layout.mesh.ep > 1:
-        raise UserError(
-            f"{where}.expert_parallel is {layout.mesh.ep}, but vLLM (generate_config.use_vllm) cuts each expert over "
-            "its workers; leave it at 1."
-        )
-    if config.rl_config.router_replay:
-        raise UserError(
-            "rl_config.router_replay is true, but the experts that vLLM (generate_config.use_vllm) chose for a token "
-            "are not handed back; set it to false to train with those that a forward pass before the update chooses, "
-            "or generate_config.use_vllm to 0."
-        )
-    mesh = replace(layout.mesh, emp=layout.mesh.mp)
-    check_experts(mesh, model, splits_tokens=False, where=where)
-    return Layout.of(mesh, layout.specs)
-
-
-def _fits(mesh: Mesh, model: DecoderConfig) -> bool:
-    try:
-        Layout.of(mesh, parameter_specs(model))
-    except UserError:
-        return False
-    return True
-
-
-def check_experts(mesh: Mesh, model: DecoderConfig, splits_tokens: bool, where: str) -> None:
-    """Raises UserError for a mesh that the model's experts do not divide into, or that has a token on several of the
-    ranks that compute it; `where` is the section of its keys."""
-    moe = model.moe
-    if moe is None:
-        if mesh.ep * mesh.emp > 1:
-            raise UserError(
-                f"{where}: expert_parallel is {mesh.ep} and expert_tensor_parallel {mesh.emp}, but models of type "
-                f"{model.model_type} have no experts; leave both at 1."
-            )
-        return
-    for key, size, whole, what in (
-        ("expert_parallel", mesh.ep, moe.num_experts, "experts of a layer"),
-        ("expert_tensor_parallel", mesh.emp, moe.inner, "columns of an expert"),
-    ):
-        if whole % size:
-            raise UserError(
-                f"{where}.{key} is {size}, but does not divide the {whole} {what}; choose a divisor."
-            )
-    if where.startswith("generate_config"):
-        if mesh.mp % mesh.ep:
-            raise UserError(
-                f"{where}.expert_parallel is {mesh.ep}, but experts are dealt to the ranks of a replica, and "
-                f"model_parallel is {mesh.mp}; choose a divisor of it."
-            )
-    elif mesh.mp > 1 and not splits_tokens:
-        raise UserError(
-            f"{where}.model_parallel is {mesh.mp}, but models with experts ({model.model_type}) share out their tokens "
-            f"over these ranks; set {where}.use_seq_parallel to true, or model_parallel to 1."
-        )
-
-
-def check_positions(config: Config, model: DecoderConfig) -> None:
-    generate = config.generate_config
-    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
-    if longest > model.max_position_embeddings:
-        raise UserError(
-            f"The model knows positions up to {model.max_position_embeddings} (max_position_embeddings), but "
-            f"max_prompt_length + max_tokens is {longest}; lower generate_config.max_prompt_length or max_tokens."
-        )
-    if model.sliding_window is not None and longest > model.sliding_window:
-        raise UserError(
-            f"The model's local layers see {model.sliding_window} tokens (sliding_window in config.json), and only "
-            f"sequences within the window are computed, but max_prompt_length + max_tokens is {longest}; lower "
-            "generate_config.max_prompt_length or max_tokens."
-        )
-
-
-def layout_of(
-    degrees: ParallelConfig,
-    model: DecoderConfig,
-    offset: Offset = 0,
-    where: str = "actor_config.parallel_config",
-) -> Layout:
-    """Lays out the whole model; `where` is the section that `degrees` are of. Raises UserError."""
-    mesh = Mesh(
-        degrees.data_parallel,
-        degrees.model_parallel,
-        degrees.pipeline_stage,
-        degrees.context_ranks,
-        degrees.expert_parallel,
-        degrees.expert_columns,
-    )
-    splits_tokens = degrees.splits_tokens
-    check_experts(mesh, model, splits_tokens, where)
-    specs = parameter_specs(model, splits_tokens)
-    return Layout.of(mesh, specs, offset, splits_tokens, degrees.num_chunks)
