@@ -15,7 +15,7 @@ from mindgrpo.config import load_config
 from mindgrpo.config.schema import Config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
-from mindgrpo.run.preflight import check_vocabulary, read_teacher, read_tokenizer
+from mindgrpo.run.preflight import check_vocabulary, prepare, read_teacher, read_tokenizer
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"
 MODEL = EXAMPLE / "model"
@@ -68,3 +68,27 @@ def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path) -> None:
     change(teacher, "tokenizer.json", **words)
     with pytest.raises(UserError, match="another tokenizer than the policy: token "):
         check_vocabulary(config, tokenizer, model)
+
+
+def test_a_model_config_of_the_reference_is_compared_with_the_teachers_shapes(
+    teacher: Path, tmp_path: Path
+) -> None:
+    change(teacher, "config.json", num_hidden_layers=2)
+    own = read_config(teacher)
+    dims = {
+        "type": "LlamaConfig",
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.intermediate_size,
+        "num_heads": own.num_attention_heads,
+        "n_kv_heads": own.num_key_value_heads,
+        "qkv_has_bias": True,
+        "rms_norm_eps": own.rms_norm_eps,
+        "theta": own.rope_theta,
+    }
+    for layers, named in ((2, "safetensors"), (3, "teacher/config.json")):
+        stated = {"model": {"model_config": dims | {"num_layers": layers}}}
+        (tmp_path / "teacher.yaml").write_text(json.dumps(stated), "utf-8")
+        config = config_of(teacher, "--ref_config.model_config", str(tmp_path / "teacher.yaml"))
+        with pytest.raises(UserError, match=named):
+            prepare(config, None)

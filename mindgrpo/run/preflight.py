@@ -207,10 +207,14 @@ def held_out_prompts(
 
 def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
     model = read_model(config)
-    for role in (config.actor_config, config.ref_config, config.generate_config):
+    teacher, directory = read_teacher(config, model), config.actor_config.load
+    for role in (config.actor_config, config.generate_config):
         if role.model_yaml:
-            check_agreement(model, role.model_yaml, config.actor_config.load)
-    plan = plan_run(config, model, world_size, read_teacher(config, model))
+            check_agreement(model, role.model_yaml, directory)
+    if config.ref_config.model_yaml:
+        own = (model, directory) if teacher is None else (teacher, config.reference_load)
+        check_agreement(own[0], config.ref_config.model_yaml, own[1])
+    plan = plan_run(config, model, world_size, teacher)
     check_engine(plan)
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
