@@ -24,7 +24,8 @@ from mindgrpo.algorithm.advantages import (
     rescaled_advantages,
     zero_std_groups,
 )
-from mindgrpo.algorithm.loss_config import ESTIMATORS, AdvantageConfig
+from mindgrpo.algorithm.loss_config import ESTIMATORS, AdvantageConfig, LossConfig
+from mindgrpo.algorithm.losses import token_weights
 from mindgrpo.algorithm.rollout_correction import correct_rollout, rejected_samples
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.train_batch import compute_advantages
@@ -426,6 +427,20 @@ def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_no
     assert strict.sample_mask is not None
     np.testing.assert_array_equal(strict.sample_mask, COUNTED & ~strict.rejected)
     np.testing.assert_array_equal(strict.advantages, batch.advantages)
+
+
+def test_groups_of_equal_rewards_are_masked_if_asked_for_beside_truncated_samples() -> None:
+    rewards = np.array([0.5, 0.5, 0.5, 1.0, 1.0, 0.0])
+    batch, _ = compute_advantages(ROLLOUT, rewards, AdvantageConfig(3, mask_equal=True))
+    assert batch.sample_mask is not None
+    assert batch.sample_mask.tolist() == [False] * 3 + [True] * 3
+    both, _ = compute_advantages(
+        ROLLOUT, rewards, AdvantageConfig(3, mask_equal=True, mask_truncated=True)
+    )
+    np.testing.assert_array_equal(both.sample_mask, batch.sample_mask & COUNTED)
+    # Which leaves what is averaged over to those that differ.
+    weights = token_weights(np.full(6, 4), LossConfig("dapo"), batch.sample_mask)
+    np.testing.assert_allclose(weights, [0, 0, 0, 1 / 12, 1 / 12, 1 / 12])
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from mindgrpo.run.banner import algorithm_lines
 from mindgrpo.training.surrogates import CELLS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "algorithms.md"
+RECIPES = PAGE.parent.parent / "examples/recipes"
 
 
 def config(**keys: Any) -> Config:
@@ -73,6 +74,15 @@ def config(**keys: Any) -> Config:
             "kl_in_reward is about the total reward",
         ),
         ({"advantage_estimator": "gdpo", "dynamic_sampling": True}, "gdpo about each function's"),
+        ({"advantage_estimator": "gdpo", "mask_equal_groups": True}, "gdpo about each function's"),
+        (
+            {
+                "advantage_estimator": "reinforce_plus_plus",
+                "num_generations": 1,
+                "mask_equal_groups": True,
+            },
+            "raise num_generations or turn mask_equal_groups off",
+        ),
         ({"advantage_estimator": "pass_at_k", "scale_rewards": "batch"}, "is defined with group"),
         ({"kl_in_reward": True, "beta": 0.0}, "no KL to take from the rewards"),
         (
@@ -241,11 +251,12 @@ def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(
     assert len(found) == 1 and warning in found[0]
 
 
-def test_the_pages_settings_load_without_a_warning_but_that_of_one_update() -> None:
+def test_recipes_and_the_pages_settings_load_without_a_warning_but_that_of_one_update() -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
-    for block in blocks:
-        found = told(**yaml.safe_load(block)["rl_config"], num_generations=16).splitlines()
+    recipes = [path.read_text("utf-8") for path in RECIPES.glob("*.yaml")]
+    assert len(blocks) == 1 and len(recipes) > 15
+    for text in blocks + recipes:
+        found = told(**yaml.safe_load(text)["rl_config"], num_generations=16).splitlines()
         assert not [line for line in found if line.startswith("warning") and "1, so" not in line]
 
 

@@ -128,7 +128,7 @@ def test_a_wrong_command_line_is_refused(load: Loader, words: list[str], sentenc
 
 
 def test_the_command_line_is_parted_into_file_and_overrides(load: Loader) -> None:
-    path, overrides = parse_command_line(
+    files, overrides = parse_command_line(
         [
             "--config",
             "a.yaml",
@@ -138,7 +138,7 @@ def test_the_command_line_is_parted_into_file_and_overrides(load: Loader) -> Non
             "--rl_config.tensorboard",
         ]
     )
-    assert path == Path("a.yaml")
+    assert files == [Path("a.yaml")]
     config = load("", *overrides).config
     assert (config.rl_config.beta, config.output_dir) == (0.5, "o")
     assert config.rl_config.tensorboard is True

@@ -264,7 +264,7 @@ def test_an_evaluation_is_checked_without_a_device_and_without_training_data(
 
 def config_of(*words: str) -> Config:
     line = parse_evaluation(["--config", str(EXAMPLE), *words])
-    return load_config(line.config, line.overrides).config
+    return load_config(line.files, line.overrides).config
 
 
 def test_short_flags_are_keys_of_the_configuration(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_flags_that_mean_nothing_are_refused(words: list[str], said: str) -> Non
 def test_a_launcher_finds_the_configuration_behind_the_verb() -> None:
     words = ["--config", "a.yaml", "--model", "m"]
     assert configuration_words(["eval", *words])[0] == Path("a.yaml")
-    assert configuration_words(["--config", "a.yaml"]) == (Path("a.yaml"), [])
+    assert configuration_words(["--config", "a.yaml"]) == ([Path("a.yaml")], [])
     with pytest.raises(UserError, match="--model"):
         configuration_words(words)
 

@@ -115,8 +115,7 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     lists = words[:1] == ["--ranks"]
     try:
-        path, overrides = parse_command_line(words[1:] if lists else words)
-        config = load_config(path, overrides).config
+        config = load_config(*parse_command_line(words[1:] if lists else words)).config
         plan = plan_run(config, shapes_of(config)[0], world_size=None)
         if lists:
             stages = plan.train.mesh.group(0, ("pp",))

@@ -17,7 +17,7 @@ set -uo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 root="$(cd "$here/../.." && pwd)"
-config="$root/examples/grpo/qwen_grpo_tutorial/grpo_config.yaml"
+configs=()
 keys=()
 while [ $# -gt 0 ]; do
     case "$1" in
@@ -25,10 +25,10 @@ while [ $# -gt 0 ]; do
         sed -n '2,/^# else with/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
-    --config=*) config="$(realpath -m -- "${1#--config=}")" ;;
+    --config=*) configs+=(--config "$(realpath -m -- "${1#--config=}")") ;;
     --config)
         [ -n "${2:-}" ] || { echo "mindgrpo: --config names no file; give one." >&2; exit 2; }
-        config="$(realpath -m -- "$2")"
+        configs+=(--config "$(realpath -m -- "$2")")
         shift
         ;;
     *) keys+=("$1") ;;
@@ -52,7 +52,8 @@ mkdir -p "$logs" || exit 2
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 cd "$root" || exit 2
 # The device is simulated: /dev need not have it, and a group of ranks is this one process.
-given=(--config "$config" --context.device_target Ascend ${keys[@]+"${keys[@]}"})
+[ ${#configs[@]} -gt 0 ] || configs=(--config "$root/examples/grpo/qwen_grpo_tutorial/grpo_config.yaml")
+given=("${configs[@]}" --context.device_target Ascend ${keys[@]+"${keys[@]}"})
 unset MS_ROLE MS_WORKER_NUM RANK_TABLE_FILE
 ranks="$(python "$here/compile_graphs.py" --ranks "${given[@]}")" || exit $?
 read -r size stages <<<"$ranks"

@@ -52,7 +52,7 @@ LOSS_TYPES = {
         "dppo_kl", "constant", epsilon=(0.05, 0.05), keys=("dppo_ratio_cap",), old="generator"
     ),
     "gmpo": LossType("gmpo", "sample_mean", epsilon=(0.4, 0.4), of_samples=True),
-    "luspo": LossType("clip", "sample_sum", ("sequence",), (3e-4, 4e-4), CLIP_BOUNDS),
+    "luspo": LossType("clip", "sample_sum", ("sequence",), (2e-3, 2.5e-3), CLIP_BOUNDS),
     "vespo": LossType(
         "vespo",
         "token_mean",
@@ -172,8 +172,8 @@ class AdvantageConfig:
     """How rewards become advantages, masks and weights of tokens; names are those of rl_config.
 
     `reward_beta` is the weight of the KL term in the reward, 0 where there is none; `distillation_coef` that of the
-    reference's log-probs over the policy's in the advantages of tokens. `by_turn`: turns of a conversation
-    have advantages of their own.
+    reference's log-probs over the policy's in the advantages of tokens. `mask_truncated`, `mask_equal`: truncated
+    samples, and groups of equal rewards, have no part in the loss. `by_turn`: turns have advantages of their own.
     """
 
     num_generations: int
@@ -189,6 +189,7 @@ class AdvantageConfig:
     rejection_k3: float | None = None
     rejection_veto: float | None = None
     mask_truncated: bool = False
+    mask_equal: bool = False
     std_floor: float = STD_FLOOR
     by_turn: bool = False
     distillation_coef: float = 0.0

@@ -20,6 +20,7 @@ from mindgrpo.algorithm.advantages import (
     reinforce_plus_plus,
     rescaled_advantages,
     turn_advantages,
+    zero_std_groups,
 )
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.losses import kl_estimate
@@ -54,6 +55,9 @@ def compute_advantages(
     sample_mask = None
     if config.mask_truncated:
         sample_mask = np.array([reason != LENGTH for reason in rollout.finish_reasons])
+    if config.mask_equal:
+        differ = ~zero_std_groups(rewards, config.num_generations).repeat(config.num_generations)
+        sample_mask = differ if sample_mask is None else sample_mask & differ
     penalties = _penalties(rollout, config, old_logps, reference_logps)
     token_advantages = None
     if config.advantage_estimator.startswith("reinforce_plus_plus"):

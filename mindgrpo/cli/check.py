@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> None:
 
         check(words[1:], world_size or 1)
         return
-    path, overrides = parse_command_line(words)
-    loaded = load_config(path, overrides)
+    files, overrides = parse_command_line(words)
+    loaded = load_config(files, overrides)
     require_run_keys(loaded)
 
     check_hosts(loaded.config.context.target, os.environ, world_size or 1)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> None:
     assert inputs.scorer is not None
     try:
         here = None if world_size is None else ranks_per_host(os.environ, world_size)
-        start = find_start(loaded.config, inputs, run_name(path))
+        start = find_start(loaded.config, inputs, run_name(files))
         refuse_what_cannot_run(inputs.plan, here, start)
         inputs.check_rewards()
         # Last: who checks before the run goes to another host learns of everything else first.
@@ -56,10 +56,10 @@ def main(argv: Sequence[str]) -> None:
     finally:
         inputs.scorer.close()
     if not is_quiet:
-        print("\n".join(summary(path, inputs)))
+        print("\n".join(summary(files, inputs)))
 
 
-def summary(path: Path, inputs: Inputs) -> list[str]:
+def summary(files: Sequence[Path], inputs: Inputs) -> list[str]:
     plan, environment = inputs.plan, inputs.plan.config.rl_config.environment
     assert inputs.scorer is not None
     rewards = [
@@ -74,7 +74,7 @@ def summary(path: Path, inputs: Inputs) -> list[str]:
         "rewards": [", ".join(rewards)],
         "notes": list(inputs.notes),
     }
-    lines = [f"{path} can run:"]
+    lines = [f"{' with '.join(map(str, files))} can run:"]
     for name, texts in sections.items():
         heads = [name, *[""] * len(texts)]
         lines += [f"  {head:<8}  {text}" for head, text in zip(heads, texts, strict=False)]

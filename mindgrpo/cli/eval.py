@@ -137,7 +137,7 @@ def read_inputs(
 def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
     """Reads command line and configuration. Raises UserError, also for a file that would be written over."""
     line = parse_evaluation(argv)
-    loaded = load_config(line.config, line.overrides)
+    loaded = load_config(line.files, line.overrides)
     require_run_keys(loaded, needed=EVALUATION_KEYS)
     for flag, path in (("--output", line.output), ("--completions", line.completions)):
         if path is not None and path.exists():
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> None:
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         # msrun's scheduler runs this program too, and may be so late that the evaluation has been written.
         line = parse_evaluation(argv)
-        context = load_config(line.config, line.overrides).config.context
+        context = load_config(line.files, line.overrides).config.context
         connect(context.target, dict(os.environ))
         return
     line, loaded = load(argv)

@@ -33,8 +33,8 @@ def train(argv: Sequence[str]) -> None:
     from mindgrpo.config import load_config, parse_command_line, require_run_keys
     from mindgrpo.run.start import run_name
 
-    path, overrides = parse_command_line(argv)
-    loaded = load_config(path, overrides)
+    files, overrides = parse_command_line(argv)
+    loaded = load_config(files, overrides)
     require_run_keys(loaded)
     if os.environ.get("MS_ROLE") == "MS_SCHED":
         # msrun's scheduler runs this program too; it serves the cluster, if there is one, from here.
@@ -44,4 +44,4 @@ def train(argv: Sequence[str]) -> None:
         return
     from mindgrpo.trainer import GRPOTrainer
 
-    GRPOTrainer(loaded, name=run_name(path)).train()
+    GRPOTrainer(loaded, name=run_name(files)).train()

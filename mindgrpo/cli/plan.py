@@ -180,7 +180,6 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     flags, rest = read_flags(argv)
-    path, overrides = parse_command_line(rest)
-    fit = print_plan(load_config(path, overrides), flags)
+    fit = print_plan(load_config(*parse_command_line(rest)), flags)
     if flags.must_fit and not fit.fits:
         raise SystemExit(1)

@@ -62,10 +62,10 @@ class AlgorithmKeys(Section):
     epsilon_low: float | None = Field(None, gt=0, le=1)
     """lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: how far a token's probability may fall; dppo_kl: the
     binary KL divergence at which it has fallen too far; gmpo: of the logarithm of the ratio; null: as in the paper of
-    loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 3e-4, clip_cov 1)"""
+    loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 2e-3, clip_cov 1)"""
     epsilon_high: float | None = Field(None, gt=0)
     """upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl, gmpo: as epsilon_low, of what
-    rises; null: as in the paper of loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 4e-4, clip_cov 1)"""
+    rises; null: as in the paper of loss_type (0.2; dppo_tv 0.15, dppo_kl 0.05, gmpo 0.4, luspo 2.5e-3, clip_cov 1)"""
     delta: float | None = Field(None, gt=1)
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
     dual_clip: float | None = Field(None, gt=1)
@@ -157,6 +157,8 @@ class AlgorithmKeys(Section):
 
     mask_truncated_completions: bool = False
     """exclude completions that were truncated at max_tokens from the loss"""
+    mask_equal_groups: bool = False
+    """exclude groups whose rewards are all equal from the loss and its averages (ScaleRL's zero-variance filter)"""
     dynamic_sampling: bool = False
     """replace groups whose rewards are all equal (zero advantage) with groups of new prompts"""
     dynamic_sampling_rounds: int | None = Field(

@@ -69,15 +69,17 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
             "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
             "reinforce_plus_plus"
         )
-    if rl.num_generations == 1 and rl.dynamic_sampling:
-        yield (
-            "rl_config.dynamic_sampling replaces groups whose rewards are all equal, and a group of "
-            "rl_config.num_generations 1 always is; raise num_generations or turn dynamic_sampling off"
-        )
+    for name, does in (("dynamic_sampling", "replaces"), ("mask_equal_groups", "leaves out")):
+        if rl.num_generations == 1 and getattr(rl, name):
+            yield (
+                f"rl_config.{name} {does} groups whose rewards are all equal, and a group of "
+                f"rl_config.num_generations 1 always is; raise num_generations or turn {name} off"
+            )
     if estimator == "gdpo":
         for name, active in (
             ("kl_in_reward", rl.kl_in_reward),
             ("dynamic_sampling", rl.dynamic_sampling),
+            ("mask_equal_groups", rl.mask_equal_groups),
         ):
             if active:
                 yield (

@@ -74,19 +74,19 @@ def key_of(flag: str) -> str:
     raise UserError(f"{flag} is no flag of this program; {meant}.")
 
 
-def parse_command_line(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """Returns the path behind --config, and all other arguments for load_config's `overrides`. Raises UserError."""
-    config: Path | None = None
+def parse_command_line(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Returns the paths behind --config, and all other arguments for load_config's `overrides`. Raises UserError."""
+    files: list[Path] = []
     overrides: list[str] = []
     for flag, value in split_overrides(argv):
         if flag == CONFIG:
-            config = Path(value)
+            files.append(Path(value))
             continue
         key_of(flag)
         overrides += [flag, value] if not value.startswith("--") else [f"{flag}={value}"]
-    if config is None:
+    if not files:
         raise UserError("No configuration is given; add --config FILE.yaml.")
-    return config, overrides
+    return files, overrides
 
 
 VERB = "eval"
@@ -106,7 +106,7 @@ class EvaluationLine:
     set another key, by the key.
     """
 
-    config: Path
+    files: list[Path]
     overrides: list[str]
     step: int
     output: Path | None
@@ -134,21 +134,21 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
             words.append(f"--rl_config.eval_modes={MODES[value.lower()]}")
         else:
             words.append(f"{SHORT.get(flag, flag)}={value}")
-    config, overrides = parse_command_line(words)
-    step, *files = own.values()
+    files, overrides = parse_command_line(words)
+    step, *written = own.values()
     if not step.isdecimal():
         raise UserError(
             f"--step is '{step}', but must be a whole number from 0 up; write --step 24."
         )
-    output, completions = (Path(name) if name else None for name in files)
-    return EvaluationLine(config, overrides, int(step), output, completions, flags)
+    output, completions = (Path(name) if name else None for name in written)
+    return EvaluationLine(files, overrides, int(step), output, completions, flags)
 
 
-def configuration_words(argv: Sequence[str]) -> tuple[Path, list[str]]:
-    """Returns file and overrides of a program's arguments, which may begin with the verb of an evaluation."""
+def configuration_words(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Returns files and overrides of a program's arguments, which may begin with the verb of an evaluation."""
     if list(argv[:1]) == [VERB]:
         line = parse_evaluation(argv[1:])
-        return line.config, line.overrides
+        return line.files, line.overrides
     return parse_command_line(argv)
 
 

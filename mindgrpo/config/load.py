@@ -1,4 +1,4 @@
-"""Loads a YAML file, flags and overrides as one Config, and keeps where each of its values came from.
+"""Loads YAML files, flags and overrides as one Config, and keeps where each of its values came from.
 
 A key that the schema does not know is an error with its origin and the nearest name; a wrong value is one with the
 rule, the remedy and its origin. No value of the user's is changed.
@@ -21,7 +21,7 @@ from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, nearest, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import BOUNDS, Section, either, kinds
-from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_yaml
+from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
 
@@ -48,14 +48,20 @@ class Loaded:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
+    path: str | Path | Sequence[str | Path],
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
 ) -> Loaded:
     """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError.
 
-    `overrides` may be all that a program gets, `sys.argv[1:]`: a file behind --config is read instead of `path`.
+    Of several files each adds to those before it, and wins where both have a key. `overrides` may be all that a
+    program gets, `sys.argv[1:]`: files behind --config are read instead of `path`.
     """
     pairs = split_overrides(overrides)
-    entries = read_yaml(Path(dict(pairs).get(CONFIG, path)))
+    given = [path] if isinstance(path, str | Path) else path
+    entries = read_files(
+        [Path(file) for file in [text for flag, text in pairs if flag == CONFIG] or given]
+    )
     for name, value in (flags or {}).items():
         _override(entries, key_of(f"--{name}"), value, f"argument {name}")
     for flag, text in pairs:

@@ -169,7 +169,9 @@ def _table(first: str, second: str, rows: Iterable[tuple[str, str]]) -> Iterator
 def _flags() -> Iterator[str]:
     yield from ("", "## Flags of the programs")
     flags = [(flag, f"`{key}`") for flag, key in FLAGS.items()]
-    yield from _table("flag", "key", [("--config", "the YAML file"), *flags])
+    yield from _table(
+        "flag", "key", [("--config", "a YAML file; each one adds to those before it"), *flags]
+    )
 
 
 def _inactive() -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,8 +80,30 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from None
 
 
-def read_yaml(path: Path) -> dict[str, Sourced]:
-    """Returns every value by dotted key, in file order; a section is an entry of its own, with value {}."""
+def read_files(paths: Sequence[Path]) -> dict[str, Sourced]:
+    """Returns every value of several files by dotted key: that of the last file that has the key. Raises UserError."""
+    entries: dict[str, Sourced] = {}
+    names = [path.name for path in paths]
+    for path in paths:
+        name = path.name if names.count(path.name) == 1 else str(path)
+        for key, entry in read_yaml(path, name).items():
+            inner = next((one for one in entries if one.startswith(key + ".")), None)
+            if entry.value != {} and inner is not None:
+                value = "null" if entry.value is None else repr(entry.value)
+                raise UserError(
+                    f"{key} is {value} ({entry.origin}), but {inner} was set before ({entries[inner].origin}); leave "
+                    f"{key} out, or set its keys."
+                )
+            entries[key] = entry
+    return entries
+
+
+def read_yaml(path: Path, name: str | None = None) -> dict[str, Sourced]:
+    """Returns every value by dotted key, in file order; a section is an entry of its own, with value {}.
+
+    `name` is the file's in origins and messages; None: without its folder. Raises UserError.
+    """
+    name = name or path.name
     remedy = "give the path of a YAML file with --config."
     text = read_text(path, "The configuration", remedy, MAX_YAML_BYTES)
     try:
@@ -92,13 +114,13 @@ def read_yaml(path: Path) -> dict[str, Sourced]:
                 f"The configuration '{path}' must hold sections such as 'rl_config:', not one "
                 "value or a list."
             )
-        return dict(_entries(loader, root, "", path.name)) if root else {}
+        return dict(_entries(loader, root, "", name)) if root else {}
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise UserError(
-            f"The configuration is not valid YAML: {problem} ({path.name}{line}); correct that "
+            f"The configuration is not valid YAML: {problem} ({name}{line}); correct that "
             "line (indent with spaces, quote text that holds ': ' or '#')."
         ) from None
 

@@ -86,6 +86,7 @@ def advantage_config(config: Config) -> AdvantageConfig:
         correction=rl.importance_sampling_correction,
         correction_floor=rl.importance_sampling_floor or 0.0,
         mask_truncated=rl.mask_truncated_completions,
+        mask_equal=rl.mask_equal_groups,
         std_floor=rl.advantage_std_floor,
         by_turn=rl.turn_advantages,
     )

@@ -74,6 +74,8 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
         samples.append(f"groups of equal rewards replaced up to {rl.resampling_rounds} times")
     if rl.mask_truncated_completions:
         samples.append("truncated completions left out")
+    if rl.mask_equal_groups:
+        samples.append("groups of equal rewards left out")
     if rl.importance_sampling_correction != "none":
         floor = rl.importance_sampling_floor
         below = "" if floor is None else f" and below {floor:g}"

@@ -224,7 +224,7 @@ def _continue(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) 
     return notes
 
 
-def run_name(path: Path) -> str:
-    """Names a run after its configuration, or after its folder where the file is called like every other."""
-    is_common = path.stem in ("grpo_config", "config")
-    return (is_common and path.parent.name) or path.stem
+def run_name(files: Sequence[Path]) -> str:
+    """Names a run after its configuration's files, or after the folders of those that are called like every other."""
+    common = ("grpo_config", "config")
+    return "-".join((file.stem in common and file.parent.name) or file.stem for file in files)
