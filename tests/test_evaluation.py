@@ -302,7 +302,7 @@ def test_flags_that_mean_nothing_are_refused(words: list[str], said: str) -> Non
 
 def test_a_launcher_finds_the_configuration_behind_the_verb() -> None:
     words = ["--config", "a.yaml", "--model", "m"]
-    assert configuration_words(["eval", *words])[0] == Path("a.yaml")
+    assert configuration_words(["eval", *words])[0] == [Path("a.yaml")]
     assert configuration_words(["--config", "a.yaml"]) == ([Path("a.yaml")], [])
     with pytest.raises(UserError, match="--model"):
         configuration_words(words)
