@@ -58,9 +58,9 @@ def load_config(
     program gets, `sys.argv[1:]`: files behind --config are read instead of `path`.
     """
     pairs = split_overrides(overrides)
-    given = [path] if isinstance(path, str | Path) else path
+    own = [path] if isinstance(path, str | Path) else path
     entries = read_files(
-        [Path(file) for file in [text for flag, text in pairs if flag == CONFIG] or given]
+        [Path(file) for file in [text for flag, text in pairs if flag == CONFIG] or own]
     )
     for name, value in (flags or {}).items():
         _override(entries, key_of(f"--{name}"), value, f"argument {name}")
