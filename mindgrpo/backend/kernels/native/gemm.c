@@ -5,10 +5,11 @@
 
 /* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
  * While it is turned, what is copied stays in the first cache. */
-enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, COPY_FROM = 24, MOST_ROWS = 12, TREE_ROWS = 128 * MOST_ROWS };
+enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, FEW_ROWS_DEPTH = 64, COPY_FROM = 24, MOST_ROWS = 12 };
+enum { TREE_ROWS = 128 * MOST_ROWS };
 
 /* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
- * columns at `next` come to the caches, if there are any: a copy of them would wait for each row. */
+ * columns at `next` come to the caches: a copy of them, or a product with them, would wait for each row. */
 ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
                         int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc, int keep) {
     vec16 sum[MOST_ROWS][2];
@@ -18,7 +19,7 @@ ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a
     for (int64_t p = 0; p < k; p++) {
         vec16 right[2];
         for (int v = 0; v < vecs; v++) right[v] = *(const vec16 *)(b + p * ldb + v * VEC);
-        for (int v = 0; next && v < vecs; v++) __builtin_prefetch(next + p * next_row + v * VEC, 0, 2);
+        for (int v = 0; v < vecs; v++) __builtin_prefetch(next + p * next_row + v * VEC, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
             for (int v = 0; v < vecs; v++) sum[r][v] += a[r * a_row + p * a_column] * right[v];
@@ -28,37 +29,35 @@ ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a
         for (int v = 0; v < vecs; v++) *(vec16 *)(c + r * ldc + v * VEC) = sum[r][v];
 }
 
-/* Up to 12 rows; returns how many. */
+/* Up to 12 rows, as evenly as m allows: a few wait for the latency of their sums. Returns how many. */
 ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                                const float *b, int64_t ldb, float *c, int64_t ldc, int keep) {
-#define ROWS(COUNT)                                                              \
-    if (m >= COUNT) {                                                            \
-        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, NULL, 0, c, ldc, keep); \
-        return COUNT;                                                            \
-    }
-    ROWS(12)
-    ROWS(8) ROWS(4) ROWS(3) ROWS(2) ROWS(1)
+                                const float *b, int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc,
+                                int keep) {
+    int64_t blocks = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + blocks - 1) / blocks;
+#define ROWS(COUNT)                                                                     \
+    case COUNT:                                                                         \
+        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep); \
+        break;
+    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) }
 #undef ROWS
-        return 0;
+    return rows;
 }
 
-/* All rows of A with a panel of `width` columns, of which there are 32 where a `next` one follows. */
+/* All rows of A with a panel of `width` columns. */
 ALWAYS_INLINE void panel_product(int64_t m, int64_t width, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                  const float *b, int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc,
                                  int keep) {
     float edge[MOST_ROWS * PANEL];
     for (int64_t i = 0, rows; i < m; i += rows, a += rows * a_row, c += rows * ldc) {
-        if (i == 0 && next && m >= MOST_ROWS) {
-            tile(MOST_ROWS, 2, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);
-            rows = MOST_ROWS;
-        } else if (width == PANEL) {
-            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, c, ldc, keep);
+        if (i > 0) next = b, next_row = ldb;
+        if (width == PANEL) {
+            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);
         } else if (width == VEC) {
-            rows = some_rows(m - i, 1, k, a, a_row, a_column, b, ldb, c, ldc, keep);
+            rows = some_rows(m - i, 1, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);
         } else {
             int64_t most = m - i < MOST_ROWS ? m - i : MOST_ROWS;
             for (int64_t r = 0; r < most && keep; r++) memcpy(edge + r * PANEL, c + r * ldc, width * sizeof(float));
-            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, edge, PANEL, keep);
+            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, next, next_row, edge, PANEL, keep);
             for (int64_t r = 0; r < rows; r++) memcpy(c + r * ldc, edge + r * PANEL, width * sizeof(float));
         }
     }
@@ -99,21 +98,25 @@ static void turn_panel(int64_t k, int64_t width, const float *b, int64_t ldb, fl
 void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
           const float *b, int64_t ldb, int transposed, float *c, int64_t ldc, int keep) {
     _Alignas(64) float copied[DEPTH * PANEL];
-    /* All of A goes by a panel at a time, or stretches of it go by all panels where A is too large for the caches. */
-    int64_t begin, end, step = transposed ? TURNED_DEPTH : DEPTH, stretch = m > 64 || k < step ? step : k;
+    /* All of A goes by a panel at a time, or stretches of it go by all panels: where A is too large for the caches, and
+     * where few rows make it a matter of reading B, which is then read from begin to end. */
+    int64_t begin, end, step = transposed ? TURNED_DEPTH : m < COPY_FROM ? FEW_ROWS_DEPTH : DEPTH;
+    int64_t stretch = m > 64 || k < step || step == FEW_ROWS_DEPTH ? step : k;
     share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
     for (int64_t start = 0; start == 0 || start < k; start += stretch)
         for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL)
             for (int64_t p = start; p == 0 || p < (k - start < stretch ? k : start + stretch); p += step) {
                 int64_t width = n - j < PANEL ? n - j : PANEL, depth = k - p < step ? k - p : step, ld = ldb;
-                const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j, *next = NULL;
+                const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j, *next = panel;
+                /* Behind the last panel are the rows of B that follow, or what lies behind it: the next expert's. */
+                if (!transposed) next += j + PANEL < end * PANEL && j + PANEL < n ? PANEL : depth * ldb - (j - begin * PANEL);
                 if (transposed || m >= COPY_FROM || width % VEC) {
                     (transposed ? turn_panel : copy_panel)(depth, width, panel, ldb, copied);
-                    if (!transposed && width == PANEL) next = panel + PANEL;
                     panel = copied, ld = PANEL;
+                    if (transposed) next = copied;
                 }
-                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, next, ldb, c + j, ldc,
-                              keep || p > 0);
+                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, next, transposed ? PANEL : ldb,
+                              c + j, ldc, keep || p > 0);
             }
 }
 
@@ -124,7 +127,8 @@ static int64_t tree_rows(int64_t m, int64_t width, int64_t leaf, int64_t leaves,
     float sums[MOST_LEVELS][MOST_ROWS * PANEL], sum[MOST_ROWS * PANEL];
     int64_t rows = 0, level = 0;
     for (int64_t i = 0; i < leaves; i++) {
-        rows = some_rows(m, 2, leaf, a + i * leaf, lda, 1, b + i * leaf * ldb, ldb, sum, PANEL, 0);
+        const float *panel = b + i * leaf * ldb;
+        rows = some_rows(m, 2, leaf, a + i * leaf, lda, 1, panel, ldb, panel, ldb, sum, PANEL, 0);
         for (level = 0; i >> level & 1; level++)
             for (int64_t j = 0; j < rows * PANEL; j += VEC) *(vec16 *)(sum + j) = *(vec16 *)(sums[level] + j) + *(vec16 *)(sum + j);
         memcpy(sums[level], sum, rows * PANEL * sizeof(float));
