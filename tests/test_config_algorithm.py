@@ -66,6 +66,10 @@ def config(**keys: Any) -> Config:
         ),
         ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "is defined with none"),
         (
+            {"advantage_estimator": "remax", "environment": "a.py:A"},
+            "remax draws a greedy completion of a prompt",
+        ),
+        (
             {"advantage_estimator": "reinforce_plus_plus", "scale_rewards": "none"},
             "is defined with batch",
         ),
@@ -132,6 +136,7 @@ def test_choices_that_do_not_go_together_are_refused(keys: dict[str, Any], sente
         {"dual_clip": 1.1, "importance_sampling_level": "sequence"},
         {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
         {"advantage_estimator": "rloo", "scale_rewards": "none"},
+        {"advantage_estimator": "remax", "num_generations": 1},
         {"scale_rewards": "batch"},
         {"advantage_estimator": "pass_at_k", "scale_rewards": "none"},
         {"kl_in_reward": True, "importance_sampling_level": "sequence"},

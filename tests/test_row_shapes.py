@@ -139,6 +139,23 @@ def test_a_prompt_that_many_short_samples_share_never_needs_more_picks_than_toke
     assert len(choice.in_use) <= MAX_SHAPES
 
 
+@pytest.mark.parametrize("in_use", [(), ((64, 8),), ((64, 8), (64, 9), (64, 10))])
+def test_a_rank_that_has_the_last_token_of_a_shared_prompt_may_have_more_picks_than_tokens(
+    in_use: tuple[tuple[int, int], ...],
+) -> None:
+    rollout = packed((2, 2), group=30)
+    choice = ShapeChoice(MicroShape(1, 64, context_ranks=2))
+    choice.restore(in_use, 0)
+    shape = choice.choose(rollout, 1)
+    sizes = [rollout.micro_batches(shape, 1, 0, part=part)[0].picks.size for part in range(2)]
+    assert shape.picks is not None and shape.picks > shape.tokens == 32
+    assert sizes == [shape.picks] * 2
+    # A run that goes on has it too.
+    again = ShapeChoice(choice.widest)
+    again.restore(choice.in_use, choice.excess)
+    assert again.in_use == choice.in_use
+
+
 def test_looking_changes_nothing() -> None:
     choice = ShapeChoice(MicroShape(2, 4096, 1))
     rollout = packed((100, 300))

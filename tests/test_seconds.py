@@ -28,7 +28,7 @@ from mindgrpo.plan import layouts
 from mindgrpo.plan.memory import most_needed
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.sample_counts import SampleCounts, mean_read, prompt_calls
-from mindgrpo.plan.seconds import Rates, Roofline, speeds_of
+from mindgrpo.plan.seconds import PhaseSeconds, Rates, Roofline, speeds_of
 from mindgrpo.plan.work import FUSED, NATIVE, LayerWork, Passes
 from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
@@ -206,6 +206,58 @@ def test_rows_as_long_as_their_content_cost_less_and_nothing_else_changes() -> N
     for name in ("rollout", "reshard", "optimizer"):
         assert after[name] == before[name]
     assert {n: p.limit for n, p in after.items()} == {n: p.limit for n, p in before.items()}
+
+
+def phases_of(*words: str) -> dict[str, PhaseSeconds]:
+    return {phase.phase: phase for phase in Roofline(planned(*words)).step().phases}
+
+
+def test_tokens_that_are_chosen_in_an_update_cost_it_one_more_pass_forward() -> None:
+    several = ["--rl_config.updates_per_rollout", "1", "--rl_config.num_iterations", "2"]
+    plain = phases_of(*several)
+    # As many passes as old log-probs take, which are computed here by the same graph.
+    passes = 2 * plain["old_logps"].seconds
+    for words in (
+        ["--rl_config.top_entropy_quantile", "0.2"],
+        ["--rl_config.loss_type", "kl_cov"],
+        ["--rl_config.loss_type", "clip_cov"],
+    ):
+        found = phases_of(*several, *words)
+        assert found["update"].seconds - plain["update"].seconds == pytest.approx(passes, rel=0.02)
+        assert found["update"].limit == plain["update"].limit
+        assert found["rollout"] == plain["rollout"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rl_config.importance_sampling_correction", "token_truncate"],
+        ["--rl_config.rejection_veto", "1e-4"],
+        ["--rl_config.kl_in_reward", "true"],
+        ["--rl_config.distillation_coef", "1.0"],
+    ],
+)
+def test_what_compares_the_trainers_log_probs_is_counted_with_one_update_too(
+    words: list[str],
+) -> None:
+    one = ["--rl_config.updates_per_rollout", "1"]
+    assert "old_logps" not in phases_of(*one)
+    assert phases_of(*one, *words)["old_logps"].seconds > 0
+
+
+def test_remax_draws_one_more_completion_of_each_prompt() -> None:
+    before = phases_of()
+    after = phases_of("--rl_config.advantage_estimator", "remax")
+    assert {name for name in after if after[name] != before[name]} == {"rollout"}
+    counts = Roofline(planned()).samples
+    assert (counts.greedy.count, counts.greedy.group) == (counts.prompts, 1)
+    assert counts.greedy.prompts == counts.prompts
+    # Alone as long as a rollout of one completion a prompt.
+    alone = phases_of(
+        "--rl_config.num_generations", "1", "--rl_config.advantage_estimator", "remax"
+    )
+    extra = after["rollout"].seconds - before["rollout"].seconds
+    assert 2 * extra == pytest.approx(alone["rollout"].seconds, rel=1e-6)
 
 
 def test_no_estimate_is_below_its_limit() -> None:

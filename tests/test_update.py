@@ -283,6 +283,10 @@ VARIANTS = {
     ),
     "kl_cov": replace(ALL_TERMS, loss_type="kl_cov", kl_cov_ratio=0.3, corrected=False),
     "vespo": replace(ALL_TERMS, loss_type="vespo", loss_aggregation="prompt_mean"),
+    "sapo": replace(ALL_TERMS, loss_type="sapo", unbiased_kl=True),
+    "dppo_tv": replace(ALL_TERMS, loss_type="dppo_tv", epsilon_low=1e-3, epsilon_high=1e-3),
+    "dppo_kl": replace(ALL_TERMS, loss_type="dppo_kl", epsilon_low=1e-4, epsilon_high=1e-4),
+    "gpg": replace(ALL_TERMS, loss_type="gpg", off_policy_mask_threshold=0.01),
 }
 
 
@@ -302,6 +306,14 @@ def test_every_loss_learns_the_same_however_samples_are_arranged(
     assert_same(found[0], found[1])
     assert found[0].report.clip_fraction == found[1].report.clip_fraction
     assert (found[0].report.clip_fraction > 0) == VARIANTS[name].clips
+    reports = [one.report for one in found]
+    for figure, has in (
+        ("unselected", VARIANTS[name].leaves_out),
+        ("off_policy", VARIANTS[name].off_policy_mask_threshold is not None),
+    ):
+        shares = [getattr(report, figure) for report in reports]
+        assert shares[0] == shares[1]
+        assert 0 < shares[0] < 1 if has else shares[0] is None
     if name in ("clip_cov", "kl_cov"):
         every = replace(VARIANTS[name], loss_type="bnpo", epsilon_low=1.0, epsilon_high=1e3)
         every = replace(every, top_entropy_quantile=1.0)

@@ -130,6 +130,16 @@ def rescaled_advantages(rewards: np.ndarray, num_generations: int) -> np.ndarray
     return (factor * advantages.astype(np.float64)).astype(np.float32)
 
 
+def against_greedy(rewards: np.ndarray, greedy: np.ndarray, num_generations: int) -> np.ndarray:
+    """Computes A_i = r_i - r(likeliest completion of the same prompt) as float32 [samples].
+
+    ReMax (arXiv:2310.10505, section 4.1); `greedy` float [groups] are these completions' rewards. Raises ValueError on
+    NaN among `rewards`.
+    """
+    advantages = _groups(rewards, num_generations) - greedy.astype(np.float64)[:, None]
+    return advantages.reshape(-1).astype(np.float32)
+
+
 def turn_advantages(
     turn_rewards: Sequence[np.ndarray],
     num_generations: int,

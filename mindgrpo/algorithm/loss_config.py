@@ -124,6 +124,11 @@ class LossConfig:
         return self.loss_aggregation or LOSS_TYPES[self.loss_type].aggregation
 
     @property
+    def selects(self) -> bool:
+        """Returns whether tokens are chosen among the update's, by one more pass forward before its gradient."""
+        return self.leaves_out or self.penalises
+
+    @property
     def penalises(self) -> bool:
         """Returns whether some tokens' ratios are held to 1."""
         return self.loss_type == "kl_cov"
@@ -155,6 +160,7 @@ ESTIMATORS = {
     "opo": "none",
     "pass_at_k": "group",
     "gpg": "none",
+    "remax": "none",
 }
 # Those with which scale_rewards is a choice.
 ANY_SCALE = {"grpo": ("group", "batch", "none"), "pass_at_k": ("group", "none")}

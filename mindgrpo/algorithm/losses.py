@@ -103,9 +103,7 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
     if loss_config.penalises:
         gain = gain - tokens.penalties * np.abs(tokens.logps - tokens.old)
     if loss_config.off_policy_mask_threshold is not None:
-        drift = sample_means(tokens.old - held, tokens.lengths)
-        is_out = (tokens.advantages < 0) & (drift > loss_config.off_policy_mask_threshold)
-        gain = np.where(is_out, 0.0, gain)
+        gain = np.where(off_policy(tokens, loss_config.off_policy_mask_threshold, held), 0.0, gain)
     terms = -tokens.rollout_is_weights * gain
     if loss_config.beta > 0:
         kl = kl_estimate(tokens.logps, tokens.reference, loss_config.kl_estimator)
@@ -116,6 +114,12 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
     if loss_config.entropy_coef > 0:
         terms = terms - loss_config.entropy_coef * tokens.entropy
     return float((tokens.weights * terms).sum())
+
+
+def off_policy(tokens: Tokens, threshold: float, held: np.ndarray) -> np.ndarray:
+    """Returns bool [tokens]: those of samples that off_policy_mask_threshold leaves out; `held` as of policy_loss."""
+    drift = sample_means(tokens.old - held, tokens.lengths)
+    return np.asarray((tokens.advantages < 0) & (drift > threshold))
 
 
 def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -59,8 +59,8 @@ class ShapeChoice:
 
     def restore(self, in_use: Sequence[tuple[int, int]], excess: int) -> None:
         """Continues from the choices of an earlier session; what is wider than `widest` is left out."""
-        length, tokens = self.widest.length, self.widest.tokens
-        self.in_use = tuple((n, picks) for n, picks in in_use if n <= length and picks <= tokens)
+        length, most = self.widest.length, self.widest.rows * self.widest.length
+        self.in_use = tuple((n, picks) for n, picks in in_use if n <= length and picks <= most)
         self.excess = excess
 
     def look(
@@ -97,7 +97,8 @@ class ShapeChoice:
             bucket = -(-shape.tokens // PICK_BUCKETS)
             # With room for the next samples, which may need a few more.
             picks = -(-(needed + bucket // 2) // bucket) * bucket
-            shape = replace(shape, picks=min(max(needed, picks, 1), shape.tokens))
+            # Of a rank that has the last token of a long group's prompt, more than it has tokens.
+            shape = replace(shape, picks=max(needed, min(max(picks, 1), shape.tokens)))
             tokens = shape.tokens * (1.0 + length * self._column_cost)
             options.append(_Option(shape, needed, count * (TOKENS_PER_MICRO_BATCH + tokens)))
         return options
@@ -122,5 +123,5 @@ class ShapeChoice:
         if not num_in_use:
             return best.shape, 0
         # A late shape has picks for all of its tokens, so that it holds what comes.
-        late = self.widest if num_in_use >= MAX_SHAPES - 1 else best.shape
-        return replace(late, picks=late.tokens), 0
+        late = (options[-1] if num_in_use >= MAX_SHAPES - 1 else best).shape
+        return replace(late, picks=max(late.tokens, late.picks or 0)), 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.advantages import (
+    against_greedy,
     best_of_group,
     decoupled_advantages,
     distilled,
@@ -43,14 +44,15 @@ def compute_advantages(
     reference_logps: Arrays | None = None,
     turn_rewards: Arrays | None = None,
     components: Components = (),
+    greedy: np.ndarray | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
 
-    `components` are each reward function's, which gdpo needs; `turn_rewards` float [turns] per sample are needed where
+    `components` are each reward function's, which gdpo needs; `greedy` float [groups] are rewards of greedy
+    completions, which remax needs; `turn_rewards` float [turns] per sample are needed where
     turns have advantages of their own. `old_logps` and `reference_logps` float32 [completion length] per sample are the
     policy's before its update and the reference's.
-    Raises ValueError on rewards that are not finite, and where the settings need log-probs, turn_rewards or
-    components that are not given.
+    Raises ValueError on rewards that are not finite, and where the settings need what is not given.
     """
     sample_mask = None
     if config.mask_truncated:
@@ -73,7 +75,7 @@ def compute_advantages(
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
-        advantages = _by_sample(rollout, rewards, config, components)
+        advantages = _by_sample(rollout, rewards, config, components, greedy)
     if config.distillation_coef > 0:
         earned = advantages if token_advantages is None else token_advantages
         token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
@@ -103,7 +105,11 @@ def compute_advantages(
 
 
 def _by_sample(
-    rollout: Rollout, rewards: np.ndarray, config: AdvantageConfig, components: Components
+    rollout: Rollout,
+    rewards: np.ndarray,
+    config: AdvantageConfig,
+    components: Components,
+    greedy: np.ndarray | None,
 ) -> np.ndarray:
     """Returns float32 [samples], of the estimators that give a sample one advantage."""
     count, scale, floor = config.num_generations, config.scale_rewards, config.std_floor
@@ -114,6 +120,10 @@ def _by_sample(
             if not components:
                 raise ValueError("gdpo needs each function's rewards")
             return decoupled_advantages(components, count, floor)
+        case "remax":
+            if greedy is None:
+                raise ValueError("remax needs the rewards of greedy completions")
+            return against_greedy(rewards, greedy, count)
         case "maxrl":
             return maximum_likelihood(rewards, count, floor)
         case "opo":

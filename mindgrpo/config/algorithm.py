@@ -9,6 +9,7 @@ from pydantic import Field
 from mindgrpo.algorithm.loss_config import (
     ESTIMATORS,
     LOSS_TYPES,
+    REJECTIONS,
     STD_FLOOR,
     AdvantageConfig,
     LossConfig,
@@ -121,12 +122,13 @@ class AlgorithmKeys(Section):
         "opo",
         "pass_at_k",
         "gpg",
+        "remax",
     ] = "grpo"
     """baseline that is subtracted from the reward. grpo, gpg: mean of the group; rloo: mean of the other samples of the
     group; reinforce_plus_plus: mean over the tokens of the step; reinforce_plus_plus_baseline: mean of the group, then
     mean over the tokens of the step; gdpo: mean of the group, for each reward function by itself; maxrl: mean of the
     group, which is the divisor too; opo: mean of the group weighted by length; pass_at_k: the second best of the group,
-    for the best one only"""
+    for the best one only; remax: the reward of a greedy completion, one more of each prompt, which is not trained on"""
     # Users of other trainers write true for the group's deviation and false for none.
     scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         None
@@ -217,6 +219,23 @@ class AlgorithmKeys(Section):
     def old_source(self) -> str:
         """Returns whose the old log-probs are: the trainer's or the generator's."""
         return self.old_logps or LOSS_TYPES[self.loss_type].old
+
+    @property
+    def needing_trainers(self) -> list[str]:
+        """Returns keys that compare the trainer's log-probs before its first update with others."""
+        named = [name for name in REJECTIONS if getattr(self, name) is not None]
+        if self.kl_in_reward:
+            named.append("kl_in_reward")
+        if self.distillation_coef > 0:
+            named.append("distillation_coef")
+        if self.importance_sampling_correction != "none":
+            named.append("importance_sampling_correction")
+        return named
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Returns whether every update begins with a pass that chooses tokens."""
+        return LossConfig(self.loss_type, top_entropy_quantile=self.top_entropy_quantile).selects
 
     @property
     def loss_of_samples(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, LOSS_TYPES, REJECTIONS, LossConfig
+from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, LOSS_TYPES, LossConfig
 from mindgrpo.config.rl import RLConfig
 
 
@@ -63,11 +63,17 @@ def _clips(rl: RLConfig) -> Iterator[str]:
 
 def _estimator(rl: RLConfig) -> Iterator[str]:
     estimator, scale = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
-    if rl.num_generations == 1 and estimator != "reinforce_plus_plus" and not rl.distillation_coef:
+    alone = ("reinforce_plus_plus", "remax")
+    if rl.num_generations == 1 and estimator not in alone and not rl.distillation_coef:
         yield (
             f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
             "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
-            "reinforce_plus_plus"
+            "reinforce_plus_plus or remax"
+        )
+    if estimator == "remax" and rl.environment is not None:
+        yield (
+            f"rl_config.advantage_estimator remax draws a greedy completion of a prompt, but rl_config.environment "
+            f"{rl.environment} gives each conversation its own; leave the environment out or use grpo"
         )
     for name, does in (("dynamic_sampling", "replaces"), ("mask_equal_groups", "leaves out")):
         if rl.num_generations == 1 and getattr(rl, name):
@@ -110,18 +116,6 @@ def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
         )
 
 
-def _need_the_trainers(rl: RLConfig) -> list[str]:
-    """Returns keys that compare the trainer's log-probs before its first update with others."""
-    named = [name for name in REJECTIONS if getattr(rl, name) is not None]
-    if rl.kl_in_reward:
-        named.append("kl_in_reward")
-    if rl.distillation_coef > 0:
-        named.append("distillation_coef")
-    if rl.importance_sampling_correction != "none":
-        named.append("importance_sampling_correction")
-    return named
-
-
 def _old_of_generator(rl: RLConfig) -> Iterator[str]:
     """Yields what needs the trainer's log-probs before its update, where the generator's take their place."""
     if rl.old_source != "generator":
@@ -129,7 +123,7 @@ def _old_of_generator(rl: RLConfig) -> Iterator[str]:
     source = (
         "generator" if rl.old_logps else f"null, which is generator with loss_type {rl.loss_type}"
     )
-    for name in _need_the_trainers(rl):
+    for name in rl.needing_trainers:
         yield (
             f"rl_config.{name} compares the trainer's log-probs before its update, but rl_config.old_logps is "
             f"{source}, so that they are not computed; leave {name} out or set old_logps to trainer"
@@ -159,7 +153,7 @@ def _switched_off(rl: RLConfig) -> Iterator[str]:
                     f"rl_config.{name} depends on how far the policy has moved, but rl_config.enable_oldpolicy false "
                     f"makes every ratio 1; set enable_oldpolicy to true or leave {name} out"
                 )
-        for name in _need_the_trainers(rl):
+        for name in rl.needing_trainers:
             yield (
                 f"rl_config.{name} needs the policy's log-probs before its update, but rl_config.enable_oldpolicy "
                 f"is false; set enable_oldpolicy to true or leave {name} out"

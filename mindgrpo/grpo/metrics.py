@@ -57,7 +57,8 @@ class StepOutcome:
 
     `seconds` by phase on this rank, and of the whole under "step". `stats` are this rank's, of all the step's rollouts.
     `resampling` is None without dynamic sampling, `correction` without a correction for the generator,
-    `partial` where every rollout is whole. `late_compiles` counts graphs compiled in steps after the session's first.
+    `partial` where every rollout is whole, `greedy` (float [groups], rewards) without remax. `late_compiles` counts
+    graphs compiled in steps after the session's first.
     """
 
     batch: TrainBatch
@@ -71,6 +72,7 @@ class StepOutcome:
     correction: RolloutCorrection | None = None
     partial: PartialMetrics | None = None
     late_compiles: int = 0
+    greedy: np.ndarray | None = None
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
@@ -197,6 +199,8 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
     metrics: dict[str, Any] = {}
     if outcome.batch.sample_mask is not None:
         metrics["masked_fraction"] = float(1.0 - outcome.batch.sample_mask.mean())
+    if outcome.greedy is not None:
+        metrics["reward/greedy"] = float(outcome.greedy.mean())
     if outcome.resampling is not None:
         metrics |= {
             "dynamic_sampling/rounds": outcome.resampling.rounds,
@@ -229,6 +233,12 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
             "importance_weight/max": outcome.correction.largest,
             "importance_weight/capped_fraction": outcome.correction.capped,
         }
+    for name, shares in (
+        ("unselected_fraction", [report.unselected for report in outcome.reports]),
+        ("off_policy_masked_fraction", [report.off_policy for report in outcome.reports]),
+    ):
+        if known := [share for share in shares if share is not None]:
+            metrics[name] = float(np.mean(known))
     if outcome.batch.rejected is not None:
         metrics["rejected_fraction"] = float(outcome.batch.rejected.mean())
     return metrics

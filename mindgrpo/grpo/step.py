@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -113,6 +113,7 @@ class Stepper:
         started, compiles = time.perf_counter(), len(self.backend.compile_log.entries)
         self.roles.weight_check.begin_step(step)
         rollout, scored, resampling = self.collect(step)
+        greedy = self.greedy_rewards(step, rollout)
         packed = PackedRollout(rollout)
         reference_logps = old_logps = None
         reference, policy = self.roles.reference, self.roles.policy
@@ -130,7 +131,7 @@ class Stepper:
             if not settings.batch_invariant or self.partial is not None:
                 old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
         batch, correction, bad = self._train_batch(
-            step, rollout, scored, old_logps, reference_logps
+            step, rollout, scored, greedy, old_logps, reference_logps
         )
         reports, skipped, lr = self._update(step, batch, packed, bad)
         self._sync_reference(step)
@@ -149,6 +150,7 @@ class Stepper:
             correction,
             None if self.partial is None else self.partial.metrics,
             self._late_compiles,
+            greedy,
         )
 
     @contextmanager
@@ -189,17 +191,30 @@ class Stepper:
         mean = mean_of(np.concatenate(totals))
         return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
 
+    def greedy_rewards(self, step: int, rollout: Rollout) -> np.ndarray | None:
+        """Returns float [groups], the reward of the likeliest completion of each prompt; None if none is needed."""
+        settings = self.settings
+        if settings.advantages.advantage_estimator != "remax":
+            return None
+        prompts = self._prompts.owners(rollout.group_ids[:: settings.num_generations])
+        likeliest = self._rollout(step, prompts, greedy=True)
+        with self._phase("score"):
+            return self._scorer.score(likeliest, prompts).scores.total
+
     def _rollout(
         self,
         step: int,
         prompts: Sequence[Prompt],
         first: int = 0,
         groups: Sequence[int] | None = None,
+        greedy: bool = False,
     ) -> Rollout:
         settings = self.settings
 
         def generate(key: SeedKey, version: int) -> Rollout:
             count, sampling = settings.num_generations, settings.sampling
+            if greedy:
+                count, sampling = 1, replace(sampling, temperature=0.0)
             return self.replicas.generate(prompts, count, sampling, key, version, first, groups)
 
         ids = [prompt.ids for prompt in prompts]
@@ -245,6 +260,7 @@ class Stepper:
         step: int,
         rollout: Rollout,
         scored: Scored,
+        greedy: np.ndarray | None,
         old_logps: Arrays | None,
         reference_logps: Arrays | None,
     ) -> tuple[TrainBatch, RolloutCorrection | None, tuple[int, NonFinite] | None]:
@@ -265,6 +281,7 @@ class Stepper:
                 reference_logps,
                 scored.turn_rewards,
                 scored.scores.components if decoupled else (),
+                greedy,
             )
             bad = non_finite.in_batch(batch)
         else:

@@ -261,10 +261,10 @@ class RunPlan:
 
     @property
     def computes_old_logps(self) -> bool:
-        """Whether a pass of its own computes the policy's log-probs before a step's several updates."""
+        """Whether a pass of its own computes the policy's log-probs before a step's first update."""
         rl = self.config.rl_config
         are_kept = rl.enable_oldpolicy and self.batch.updates_per_step > 1
-        are_kept = are_kept and rl.old_source == "trainer"
+        are_kept = rl.old_source == "trainer" and (are_kept or bool(rl.needing_trainers))
         return are_kept and (rl.partial_rollout or not self.batch_invariant)
 
     @property

@@ -36,6 +36,11 @@ class SampleCounts:
         return math.ceil(self.count / self.group)
 
     @property
+    def greedy(self) -> SampleCounts:
+        """Returns the counts of one more completion of each prompt, as remax draws."""
+        return replace(self, count=self.prompts, group=1)
+
+    @property
     def tokens(self) -> float:
         """Counts what a row must hold: prompts once, and no last token."""
         return self.prompts * self.prompt + self.count * (self.completion - 1)

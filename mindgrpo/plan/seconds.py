@@ -57,6 +57,12 @@ class PhaseSeconds:
     def idle_share(self) -> float:
         return self.by.get("idle", 0.0) / self.seconds if self.seconds else 0.0
 
+    def __add__(self, other: PhaseSeconds) -> PhaseSeconds:
+        """Returns one phase after the other, as one of this one's name."""
+        kinds = self.by.keys() | other.by.keys()
+        by = {kind: self.by.get(kind, 0.0) + other.by.get(kind, 0.0) for kind in sorted(kinds)}
+        return PhaseSeconds(self.phase, by, self.limit + other.limit, self.work + other.work)
+
     @property
     def bound_by(self) -> str:
         return max(self.by, key=lambda kind: self.by[kind]) if self.seconds else ""
@@ -323,6 +329,9 @@ class Roofline:
         ]
         limit = self._token_limit(3) * plan.config.rl_config.num_iterations
         one = self._pipelined("update", chunks, number, layout.mesh.mp, limit)
+        if plan.config.rl_config.selects_tokens:
+            forward = self._forward_chunks(layout, passes)
+            one += self._pipelined("update", forward, number, layout.mesh.mp, 0.0)
         by = {kind: updates * seconds for kind, seconds in one.by.items()}
         return PhaseSeconds("update", by, limit, one.work * updates)
 
@@ -356,7 +365,13 @@ class Roofline:
         return self._phase("optimizer", work * updates, dp, fewest * updates)
 
     def _rollout(self) -> PhaseSeconds:
-        plan, counts, samples = self.plan, self.counts, self.samples
+        drawn = self._drawing(self.samples)
+        if self.plan.config.rl_config.advantage_estimator == "remax":
+            drawn += self._drawing(self.samples.greedy)
+        return drawn
+
+    def _drawing(self, samples: SampleCounts) -> PhaseSeconds:
+        plan, counts = self.plan, self.counts
         layout, cache = plan.infer, plan.cache_config
         layers, num_layers = self._layers(layout), plan.model.num_hidden_layers
         own = math.ceil(samples.count / layout.mesh.dp)
@@ -386,7 +401,7 @@ class Roofline:
         least = layers.decode(own * samples.completion / steps, num_layers, cached, cached)
         read_bytes = (least.weights + least.memory) * steps
         limit = max(read_bytes / self.rates.memory, least.products * steps / self.rates.flops)
-        limit += self._token_limit(1) * samples.prompts * samples.prompt / samples.tokens
+        limit += self._token_limit(1) * samples.prompts * samples.prompt / self.samples.tokens
         return self._phase("rollout", work, layout.mesh.mp, limit)
 
     def _reshard(self) -> PhaseSeconds:

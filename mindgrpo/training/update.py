@@ -86,8 +86,10 @@ def _with_selection(
     packed: PackedRollout,
     members: Sequence[int],
     weights: np.ndarray,
-) -> TrainBatch:
-    """Returns the batch with the factors and penalties of `select_tokens`, by one more pass forward of `members`."""
+) -> tuple[TrainBatch, float | None]:
+    """Returns the batch with the factors and penalties of `select_tokens`, by one more pass forward of `members`, and
+    the share of tokens without a surrogate by it.
+    """
     config, mesh = policy.settings.loss_config, policy.weights.layout.mesh
     rank, everybody = policy.backend.rank, list(members)
     share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
@@ -110,7 +112,8 @@ def _with_selection(
     if batch.rollout_is_weights is not None:
         pairs = zip(batch.rollout_is_weights, factors, strict=True)
         factors = [corrected * factor for corrected, factor in pairs]
-    return replace(batch, rollout_is_weights=factors, penalties=penalties)
+    unselected = _mean(chosen[0] == 0) if config.leaves_out else None
+    return replace(batch, rollout_is_weights=factors, penalties=penalties), unselected
 
 
 def _by_sample(batch: TrainBatch, weights: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
@@ -196,7 +199,9 @@ class UpdateReport:
     either end of the clip decided; `padding_share` is of the rows' positions. `expert_load` is expert_plan's
     load_of_fullest of all of the step's samples and layers, None of a model without experts. `routes_replayed` is the
     share of tokens of layers whose experts are the generator's. `routes_changed` is that of those for which the
-    trainer's router chose others in the step's forward passes so far, None without such a pass.
+    trainer's router chose others in the step's forward passes so far, None without such a pass. `unselected` and
+    `off_policy` are the shares of tokens without a surrogate by `select_tokens` and by off_policy_mask_threshold, None
+    where the settings have neither.
     """
 
     loss: float
@@ -211,6 +216,8 @@ class UpdateReport:
     expert_load: float | None = None
     routes_replayed: float | None = None
     routes_changed: float | None = None
+    unselected: float | None = None
+    off_policy: float | None = None
 
     @property
     def clip_fraction(self) -> float:
@@ -234,8 +241,9 @@ def update(
     """
     settings = policy.settings
     weights = _weights(batch, members, settings.loss_config)
-    if settings.loss_config.leaves_out or settings.loss_config.penalises:
-        batch = _with_selection(policy, batch, packed, members, weights)
+    unselected = None
+    if settings.loss_config.selects:
+        batch, unselected = _with_selection(policy, batch, packed, members, weights)
     own, padding = accumulate_gradients(policy, batch, packed, members, weights)
     rank = policy.backend.rank
     # Those that share rows, and those of a layer, have the same.
@@ -244,7 +252,9 @@ def update(
     by_rank = policy.backend.world.gather_objects((own, packed.expert_load, packed.choices))
     merged = {i: pair for samples, _, _ in by_rank for i, pair in samples.items()}
     norm = policy.gradient_norm()
-    report = _report(settings, batch, merged, weights, norm, padding)
+    report = replace(
+        _report(settings, batch, merged, weights, norm, padding), unselected=unselected
+    )
     if policy.shard.config.moe is not None:
         compared, changed = sum(choices for _, _, choices in by_rank).tolist()
         report = replace(
@@ -309,6 +319,11 @@ def _report(
     if batch.reference_logps is not None:
         kl = losses.kl_estimate(tokens.logps, tokens.reference, config.kl_estimator)
     low, high = losses.clipped(tokens, config)
+    off_policy = None
+    if config.off_policy_mask_threshold is not None:
+        off_policy = _mean(
+            losses.off_policy(tokens, config.off_policy_mask_threshold, tokens.logps)
+        )
     return UpdateReport(
         loss=losses.policy_loss(tokens, config),
         kl=_mean(kl),
@@ -319,6 +334,7 @@ def _report(
         logps=logps,
         entropies=entropy if settings.keeps_entropies else {},
         padding_share=padding,
+        off_policy=off_policy,
     )
 
 
