@@ -21,6 +21,7 @@ from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, nearest, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import BOUNDS, Section, either, kinds
+from mindgrpo.config.supervised import supervised
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import no_path
@@ -51,11 +52,14 @@ def load_config(
     path: str | Path | Sequence[str | Path],
     overrides: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
+    *,
+    is_supervised: bool = False,
 ) -> Loaded:
     """Loads the file, then `flags` (key -> Python value), then `overrides` (command-line words). Raises UserError.
 
     Of several files each adds to those before it, and wins where both have a key. `overrides` may be all that a
-    program gets, `sys.argv[1:]`: files behind --config are read instead of `path`.
+    program gets, `sys.argv[1:]`: files behind --config are read instead of `path`. `is_supervised`: for supervised
+    training.
     """
     pairs = split_overrides(overrides)
     own = [path] if isinstance(path, str | Path) else path
@@ -68,11 +72,13 @@ def load_config(
         if flag != CONFIG:
             key = key_of(flag)
             _override(entries, key, _value_of(text, key), f"command line {flag}")
-    return _loaded(entries)
+    return _loaded(entries, is_supervised)
 
 
 def config_with(
-    config: Config | Loaded | Mapping[str, Any] | None, values: Mapping[str, object]
+    config: Config | Loaded | Mapping[str, Any] | None,
+    values: Mapping[str, object],
+    is_supervised: bool = False,
 ) -> Loaded:
     """Returns `config` with new `values` by key. A mapping is read like a file; None: defaults. Raises UserError."""
     entries: dict[str, Sourced] = {}
@@ -82,21 +88,24 @@ def config_with(
                 entries[key] = Sourced(value, config.origins[key])
     else:
         if isinstance(config, Config):
-            if not values:
+            if not values and not is_supervised:
                 return Loaded(config, dict.fromkeys(LIVE, IN_CODE), [])
             config = config.model_dump(by_alias=True, exclude_unset=True)
         for section, inner in (config or {}).items():
             entries |= flatten(inner, str(section), IN_CODE)
     for key, value in values.items():
         _override(entries, key, value, IN_CODE)
-    return _loaded(entries)
+    return _loaded(entries, is_supervised)
 
 
-def _loaded(entries: dict[str, Sourced]) -> Loaded:
+def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
     notices: dict[str, str] = {}
+    unread: list[str] = []
+    if is_supervised:
+        entries = supervised(entries, unread)
     live = {key: entry for key, entry in entries.items() if _is_live(key, entry, notices)}
     origins = {key: live[key].origin if key in live else "default" for key in LIVE}
-    return Loaded(_build(live), origins, list(notices.values()))
+    return Loaded(_build(live), origins, [*notices.values(), *unread])
 
 
 def require_run_keys(

@@ -63,10 +63,17 @@ class PromptForm:
                 f"max_prompt_length is {self.max_prompt_length}; it must be at least 1 token"
             )
 
-    def render(self, example: Example) -> str:
-        messages = example.messages
+    def with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         if self.system_prompt and messages[0]["role"] != "system":
-            messages = ({"role": "system", "content": self.system_prompt}, *messages)
+            return ({"role": "system", "content": self.system_prompt}, *messages)
+        return messages
+
+    @property
+    def length_rule(self) -> str:
+        return f"max_prompt_length is {self.max_prompt_length}"
+
+    def render(self, example: Example) -> str:
+        messages = self.with_system(example.messages)
         variables: dict[str, Any] = {"tools": [*self.tools]} if self.tools else {}
         return self.tokenizer.render(messages, **variables)
 
@@ -94,9 +101,8 @@ class PromptForm:
 
     def too_long(self, where: str, length: str) -> UserError:
         return UserError(
-            f"{where}: the prompt is {length} long and max_prompt_length is "
-            f"{self.max_prompt_length}; raise max_prompt_length or set prompt_overflow to "
-            "drop, left or right"
+            f"{where}: the prompt is {length} long and {self.length_rule}; raise "
+            f"{self.length_rule.partition(' ')[0]} or set prompt_overflow to drop, left or right"
         )
 
     def cut(self, example: Example) -> Fitted:
@@ -247,8 +253,8 @@ class PromptSet(Sequence[Prompt]):
         self.num_dropped = len(examples) - len(self)
         if not len(self):
             raise UserError(
-                f"no prompt is left of {len(examples)} rows ({self.num_dropped} were longer than "
-                f"max_prompt_length {form.max_prompt_length}); give another data set or raise it"
+                f"no prompt is left of {len(examples)} rows ({self.num_dropped} were too long: {form.length_rule}); "
+                "give another data set or raise it"
             )
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.metrics import gap_limit
-from mindgrpo.grpo.roles import Reference, Roles
+from mindgrpo.grpo.roles import Reference, Roles, TrainedRoles
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.grpo.step import Phases, Stepper, StepSettings
@@ -61,21 +61,10 @@ def make_roles(
 
     `restored` may hold "policy" and "reference", which are not read because a checkpoint will fill them.
     """
-    if backend.device_memory_bytes is not None:
-        plan = replace(plan, device_bytes=backend.device_memory_bytes)
-    check_engine(plan)
-    budget = plan.config.context.max_device_bytes or backend.device_memory_bytes
-    reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
-    residency = Residency(budget, not backend.shares_memory, reserved, backend.take_device_peak)
+    plan, residency = _residency(plan, backend)
     policy = make_policy(plan, backend, sampling)
     engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
-    if "policy" not in restored:
-        whole = policy.weights if policy.adapters else policy.masters
-        _fill(whole, plan.config, backend, random_weights)
-    if policy.adapters is not None:
-        fill_adapters(policy.masters, plan.config.rl_config.seed)
-    if policy.adapters is not None or "policy" not in restored:
-        policy.masters_changed()
+    _fill_policy(policy, plan.config, backend, random_weights, restored)
     reference = _make_reference(plan, backend, sampling)
     if reference is not None and "reference" not in restored:
         base = None if "policy" in restored else policy.weights
@@ -89,6 +78,46 @@ def make_roles(
     ref = plan.config.ref_config
     mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
     return Roles(plan, backend, policy, engine, reference, check, residency, mixup)
+
+
+def make_trained_roles(
+    plan: RunPlan, backend: Backend, sampling: SamplingParams, restored: Collection[str] = ()
+) -> TrainedRoles:
+    """Makes the policy with its initial weights, for supervised training; else as `make_roles`."""
+    plan, residency = _residency(plan, backend)
+    policy = make_policy(plan, backend, sampling)
+    _fill_policy(policy, plan.config, backend, False, restored)
+    roles = TrainedRoles(plan, backend, policy, residency)
+    residency.check_budget()
+    return roles
+
+
+def _residency(plan: RunPlan, backend: Backend) -> tuple[RunPlan, Residency]:
+    """Returns the plan with the device's memory, and what keeps to it. Raises UserError."""
+    if backend.device_memory_bytes is not None:
+        plan = replace(plan, device_bytes=backend.device_memory_bytes)
+    check_engine(plan)
+    budget = plan.config.context.max_device_bytes or backend.device_memory_bytes
+    reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
+    return plan, Residency(
+        budget, not backend.shares_memory, reserved, backend.take_device_peak
+    )
+
+
+def _fill_policy(
+    policy: Policy,
+    config: Config,
+    backend: Backend,
+    random_weights: bool,
+    restored: Collection[str],
+) -> None:
+    if "policy" not in restored:
+        whole = policy.weights if policy.adapters else policy.masters
+        _fill(whole, config, backend, random_weights)
+    if policy.adapters is not None:
+        fill_adapters(policy.masters, config.rl_config.seed)
+    if policy.adapters is not None or "policy" not in restored:
+        policy.masters_changed()
 
 
 def make_engine(

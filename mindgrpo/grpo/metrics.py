@@ -20,7 +20,7 @@ from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.sample import LENGTH, TOKEN_ARRAYS, TrainBatch
 from mindgrpo.backend.rank_consistency import digest
 from mindgrpo.config import Config
-from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.roles import Roles, TrainedRoles
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.rewards.scores import mean_of
@@ -308,7 +308,7 @@ def check_gap(gap: LogProbGap, limit: GapLimit) -> None:
     )
 
 
-def resources(outcome: StepOutcome, roles: Roles) -> dict[str, Any]:
+def resources(outcome: StepOutcome, roles: TrainedRoles) -> dict[str, Any]:
     """Returns this rank's times, and memory and traffic summed over ranks; all ranks together."""
     traffic, backend = roles.traffic, roles.backend
     copied = roles.host_device_bytes()

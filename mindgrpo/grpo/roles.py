@@ -29,7 +29,45 @@ class Reference:
     pipeline: ForwardPipeline | None
 
 
-class Roles:
+class TrainedRoles:
+    """The policy alone, as supervised training has it."""
+
+    reference: Reference | None = None
+
+    def __init__(
+        self, plan: RunPlan, backend: Backend, policy: Policy, residency: Residency
+    ) -> None:
+        self.plan, self.backend, self.policy, self.residency = plan, backend, policy, residency
+        self.traffic = Traffic(0, 0.0)
+        self._counted = backend.host_device_bytes
+        trained = [policy.adapters.weights.pool] if policy.adapters else []
+        residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
+        residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
+        moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
+        if policy.settings.moments_on_host:
+            residency.register_host("optimizer", moments)
+        else:
+            residency.register("optimizer", moments, rebuilt=False, filled=True)
+        if policy.has_masters:
+            masters = [policy.masters.pool]
+            residency.register("master_weights", masters, rebuilt=False, filled=True)
+
+    @property
+    def shape_choices(self) -> Mapping[str, ShapeChoice]:
+        """Returns what chooses the shapes of micro-batches, by phase."""
+        return {"old_logps": self.policy.pipeline.shapes, "update": self.policy.shapes}
+
+    def host_device_bytes(self) -> int:
+        """Counts bytes of this rank's pools and activations that passed between device and host since the last call."""
+        counted, self._counted = self._counted, self.backend.host_device_bytes
+        return self._counted - counted
+
+    def enter(self, phase: str) -> None:
+        """Brings the phase's roles onto the device and sends the others away."""
+        self.residency.activate(phase)
+
+
+class Roles(TrainedRoles):
     """`reference` is None where no loss needs one, `reference_mixup` where it stays as it is; see `sync_reference`.
 
     `traffic` is of the last publish.
@@ -46,11 +84,8 @@ class Roles:
         residency: Residency,
         reference_mixup: float | None = None,
     ) -> None:
-        self.plan, self.backend = plan, backend
-        self.policy, self.engine, self.reference = policy, engine, reference
-        self.weight_check, self.residency = weight_check, residency
-        self.traffic = Traffic(0, 0.0)
-        self._counted = backend.host_device_bytes
+        super().__init__(plan, backend, policy, residency)
+        self.engine, self.reference, self.weight_check = engine, reference, weight_check
         self._to_engine = engine.transfer_from(policy.weights, policy.adapters, plan.reshard)
         # The policy's way to the reference's weights, or to a copy that is then mixed into them.
         self._mixup = reference_mixup
@@ -63,29 +98,17 @@ class Roles:
                     target.layout, backend.rank, backend, "reference_copy", dtype=target.dtype
                 )
             self._to_reference = self._syncer_to(target)
-        self._register_memory()
+        self._register_copies()
 
     @property
     def shape_choices(self) -> Mapping[str, ShapeChoice]:
         """Returns what chooses the shapes of micro-batches, by phase."""
-        choices = {"old_logps": self.policy.pipeline.shapes, "update": self.policy.shapes}
-        if self.reference is not None and self.reference.pipeline is not None:
-            choices["reference"] = self.reference.pipeline.shapes
-        return choices
+        if self.reference is None or self.reference.pipeline is None:
+            return super().shape_choices
+        return {**super().shape_choices, "reference": self.reference.pipeline.shapes}
 
-    def _register_memory(self) -> None:
-        policy, residency = self.policy, self.residency
-        trained = [policy.adapters.weights.pool] if policy.adapters else []
-        residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
-        residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
-        moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
-        if policy.settings.moments_on_host:
-            residency.register_host("optimizer", moments)
-        else:
-            residency.register("optimizer", moments, rebuilt=False, filled=True)
-        if policy.has_masters:
-            masters = [policy.masters.pool]
-            residency.register("master_weights", masters, rebuilt=False, filled=True)
+    def _register_copies(self) -> None:
+        residency = self.residency
         for name, pools in self.engine.pools.items():
             residency.register(name, pools, rebuilt=True, filled=False)
         if self.reference is not None:
@@ -103,17 +126,11 @@ class Roles:
                 residency.register(name, pools, rebuilt=True, filled=False)
         residency.check_budget()
 
-    def host_device_bytes(self) -> int:
-        """Counts bytes of this rank's pools and activations that passed between device and host since the last call."""
-        counted, self._counted = self._counted, self.backend.host_device_bytes
-        return self._counted - counted
-
     def enter(self, phase: str) -> None:
-        """Brings the phase's roles onto the device and sends the others away."""
         needs_engine = "generator" in PHASES[phase]
         if not needs_engine:
             self.engine.sleep()
-        self.residency.activate(phase)
+        super().enter(phase)
         if needs_engine:
             self.engine.wake()
 

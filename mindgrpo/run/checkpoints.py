@@ -32,7 +32,7 @@ from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.health.rank_health import resume_command
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
@@ -48,7 +48,7 @@ class RunCheckpoints:
     def __init__(
         self,
         config: Config,
-        roles: Roles,
+        roles: TrainedRoles,
         record: RunRecord,
         identity: Identity,
         first: RunState | None,
@@ -254,7 +254,7 @@ class RunCheckpoints:
         )
 
 
-def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
+def saved_roles(config: Config, roles: TrainedRoles) -> dict[str, Weights]:
     """Returns all weights that a run changes, by the name that they have in a checkpoint."""
     policy = roles.policy
     trained = "policy" if policy.adapters is None else "adapters"
@@ -268,7 +268,7 @@ def saved_roles(config: Config, roles: Roles) -> dict[str, Weights]:
     return saved
 
 
-def unsaved_digests(config: Config, roles: Roles) -> dict[str, str]:
+def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
     """Digests the weights that the run only reads, which must still be on the device; all ranks together."""
     digests = {}
     if roles.policy.adapters is not None:
@@ -287,7 +287,7 @@ def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
 
 
 def restore(
-    start: Start, config: Config, roles: Roles, now: Identity, say: Callable[[str], None]
+    start: Start, config: Config, roles: TrainedRoles, now: Identity, say: Callable[[str], None]
 ) -> Candidate | None:
     """Fills the roles from the newest undamaged candidate; None where there is no candidate. Raises UserError."""
     if not start.candidates:

@@ -43,7 +43,7 @@ from mindgrpo.weights.model_files import MAX_SHARD_BYTES, SafetensorsWriter, pla
 from mindgrpo.weights.pretrained import open_tensors
 
 if TYPE_CHECKING:
-    from mindgrpo.grpo.roles import Roles
+    from mindgrpo.grpo.roles import TrainedRoles
 
 # What a model directory holds beside weights and config.json.
 COMPANIONS = (
@@ -64,7 +64,7 @@ ALONE = Mesh(1, 1, 1)
 class ModelExport:
     """Writes the policy of `roles` with the tokenizer, and its adapters."""
 
-    roles: Roles
+    roles: TrainedRoles
     tokenizer: Tokenizer
 
     def write(self, target: Path) -> None:

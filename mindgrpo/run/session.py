@@ -17,7 +17,7 @@ from mindgrpo.checkpoint.format import restored_groups
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.sources import Ranks
-from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
@@ -91,7 +91,7 @@ class Session:
     `unfinished` are groups of partial rollouts that continue in the next step.
     """
 
-    def __init__(self, run: OpenRun, roles: Roles) -> None:
+    def __init__(self, run: OpenRun, roles: TrainedRoles) -> None:
         self.num_steps = run.num_steps
         self._record, self._prompts = record, prompts = run.record, run.prompts
         config, inputs, start = run.config, run.inputs, run.start

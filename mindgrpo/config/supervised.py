@@ -1,0 +1,77 @@
+"""Turns the keys of a configuration into those of supervised training: one file serves both, before and with GRPO.
+
+Keys of rollouts, rewards and the algorithm have no effect there. What they would decide follows from the others: a step
+is one update by `rl_config.prompts_per_step` rows, its loss the mean negative log-likelihood of their completions.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mindgrpo.config.rl import RLConfig
+from mindgrpo.config.schema import LIVE
+from mindgrpo.config.yaml_file import Sourced
+
+# What supervised training cannot start without.
+SFT_KEYS: dict[str, str] = {
+    "actor_config.load": "the Hugging Face directory of the model",
+    "rl_config.dataset_file": "the training data",
+    "rl_config.prompts_per_step": "the rows of an update",
+}
+ORIGIN = "supervised training"
+# Of these sections every key is read, of rl_config those below.
+_SECTIONS = ("actor_config", "context", "monitor_config", "profiler_config", "msprobe_config")
+_READ = frozenset(
+    f"rl_config.{name}"
+    for name in (
+        *("model_name", "deterministic", "seed", "max_seconds", "performance_stats"),
+        *("dataset_file", "dataset_split", "dataset_map_keys", "tokenizer_dir", "chat_template"),
+        *("eval_dataset_file", "eval_dataset_split", "eval_steps", "eval_on_start", "eval_samples"),
+        *("system_prompt", "prompt_overflow", "epochs", "max_steps", "prompts_per_step"),
+        *("batch_size", "seq_length", "packing", "pack_num", "micro_batch_interleaved"),
+        *("save_ckpt_interval", "save_max_ckpt_num", "save_ckpt_best", "save_ckpt_async"),
+        *("save_ckpt_format", "resume_training", "resume_changed"),
+        *("max_skipped_updates", "dump_weights"),
+        *("tensorboard", "tensorboard_dir", "tensorboard_queue_size"),
+    )
+)
+_PARALLEL = "actor_config.parallel_config."
+_DERIVED = _PARALLEL + "micro_batch_num"
+_FIXED: dict[str, object] = {
+    # Advantage 1 and no ratio: the negative log-likelihood.
+    "rl_config.loss_type": "gpg",
+    "rl_config.beta": 0.0,
+    "rl_config.num_generations": 1,
+    "rl_config.updates_per_rollout": 1,
+    "rl_config.logprob_gap_limit": None,
+    "rl_config.checksum_interval": None,
+    "rl_config.save_prompt_completions_data": False,
+    "generate_config.sampling_config.max_tokens": 1,
+}
+
+
+def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sourced]:
+    """Returns the entries of supervised training; adds a sentence about those that have no effect to `notices`."""
+
+    def is_read(key: str) -> bool:
+        return (key.split(".")[0] in _SECTIONS and key != _DERIVED) or key in _READ or "." not in key
+
+    def size(key: str, default: int) -> int:
+        value = entries[key].value if key in entries else default
+        return value if isinstance(value, int) and value > 0 else default
+
+    # What is no key at all stays, to be refused.
+    unread = [key for key in entries if key in LIVE and not is_read(key)]
+    if unread:
+        notices.append(f"no effect in supervised training: {', '.join(unread)}")
+    axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
+    longest = size("rl_config.seq_length", RLConfig.model_fields["seq_length"].default)
+    derived = {
+        **_FIXED,
+        "generate_config.max_prompt_length": max(1, longest - 1),
+        "generate_config.parallel_config.data_parallel": math.prod(
+            size(_PARALLEL + axis, 1) for axis in axes
+        ),
+    }
+    kept = {key: entry for key, entry in entries.items() if key not in unread}
+    return kept | {key: Sourced(value, ORIGIN) for key, value in derived.items()}
