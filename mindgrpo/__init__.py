@@ -15,8 +15,12 @@ from mindgrpo.errors import UserError, end_programs_without_traceback
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
 __version__ = "0.1.0"
-__all__ = ["GRPOTrainer", "UserError", "__version__", "load_config"]
-MODULES = {"GRPOTrainer": "mindgrpo.trainer", "load_config": "mindgrpo.config.load"}
+__all__ = ["GRPOTrainer", "SFTTrainer", "UserError", "__version__", "load_config"]
+MODULES = {
+    "GRPOTrainer": "mindgrpo.trainer",
+    "SFTTrainer": "mindgrpo.sft_trainer",
+    "load_config": "mindgrpo.config.load",
+}
 
 
 def __getattr__(name: str) -> Any:

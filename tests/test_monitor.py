@@ -19,7 +19,7 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.console import Console
-from mindgrpo.monitor.curve import CurveProcess, draw_reward_curve
+from mindgrpo.monitor.curve import CurveProcess, draw_curve
 from mindgrpo.monitor.host_memory import format_bytes, process_rss
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
 
@@ -128,14 +128,14 @@ def test_the_curve_is_a_picture_even_of_one_step_and_of_missing_figures(tmp_path
     with closing(MetricsWriter(tmp_path, None)) as writer:
         writer.write(0, {"eval/accuracy_reward/mean": 0.4})
         writer.write(1, a_step(1, kl=0.0, **{"reward/std": float("nan")}))
-    draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+    draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_without_a_step_has_no_curve(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="no step"):
-        draw_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
+        draw_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
 
 
 def test_a_picture_is_drawn_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from mindgrpo.backend.targets import check_device, check_hosts, ranks_per_host
@@ -31,10 +32,8 @@ def main(argv: Sequence[str]) -> None:
         world_size = int(ranks)
     if wrong := wrong_variables(os.environ):
         raise UserError(f"{wrong[0]}; correct or unset it in the environment.")
-    if words and words[0] == "eval":
-        from mindgrpo.cli.eval import check
-
-        check(words[1:], world_size or 1)
+    if words and words[0] in ("eval", "sft"):
+        import_module(f"mindgrpo.cli.{words[0]}").check(words[1:], world_size or 1)
         return
     files, overrides = parse_command_line(words)
     loaded = load_config(files, overrides)

@@ -25,11 +25,13 @@ MODULES = {"train": "launch", "report": "watch"}
 USAGE = {
     "launch": """\
   launch  --ranks N [--max_restarts M] --config YAML  train on N ranks, started again up to M times
-          ... -- PROGRAM [ARGUMENTS]                 ... or run a program of your own, or -- eval --config YAML
+          ... -- PROGRAM [ARGUMENTS]                 ... or run a program of your own, or -- eval|sft --config YAML
           [--hosts H --host_index I --master A:PORT] ... shared by H hosts, of which this is I, and 0 has address A
           [--cluster auto|msrun|slurm|ascendjob]     ... which the variables of that scheduler say (msrun: none)""",
     "train": """\
   train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone""",
+    "sft": """\
+  sft     --config FILE [--key value ...]            supervised training, on given answers""",
     "eval": """\
   eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts
           [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,

@@ -46,6 +46,7 @@ class Loaded:
     config: Config
     origins: dict[str, str]
     notices: list[str]
+    is_supervised: bool = False
 
 
 def load_config(
@@ -105,7 +106,7 @@ def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
         entries = supervised(entries, unread)
     live = {key: entry for key, entry in entries.items() if _is_live(key, entry, notices)}
     origins = {key: live[key].origin if key in live else "default" for key in LIVE}
-    return Loaded(_build(live), origins, [*notices.values(), *unread])
+    return Loaded(_build(live), origins, [*notices.values(), *unread], is_supervised)
 
 
 def require_run_keys(

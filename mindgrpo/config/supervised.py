@@ -42,6 +42,7 @@ _FIXED: dict[str, object] = {
     "rl_config.loss_type": "gpg",
     "rl_config.beta": 0.0,
     "rl_config.num_generations": 1,
+    "rl_config.advantage_estimator": "reinforce_plus_plus",
     "rl_config.updates_per_rollout": 1,
     "rl_config.logprob_gap_limit": None,
     "rl_config.checksum_interval": None,
@@ -54,7 +55,9 @@ def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sou
     """Returns the entries of supervised training; adds a sentence about those that have no effect to `notices`."""
 
     def is_read(key: str) -> bool:
-        return (key.split(".")[0] in _SECTIONS and key != _DERIVED) or key in _READ or "." not in key
+        return (
+            (key.split(".")[0] in _SECTIONS and key != _DERIVED) or key in _READ or "." not in key
+        )
 
     def size(key: str, default: int) -> int:
         value = entries[key].value if key in entries else default
@@ -62,8 +65,8 @@ def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sou
 
     # What is no key at all stays, to be refused.
     unread = [key for key in entries if key in LIVE and not is_read(key)]
-    if unread:
-        notices.append(f"no effect in supervised training: {', '.join(unread)}")
+    if own := [key for key in unread if entries[key].origin != ORIGIN]:
+        notices.append(f"no effect in supervised training: {', '.join(own)}")
     axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
     longest = size("rl_config.seq_length", RLConfig.model_fields["seq_length"].default)
     derived = {

@@ -297,7 +297,7 @@ class PromptSet(Sequence[Prompt]):
         """Says in one line what became of the rows."""
         rule = f"longer than {self.form.max_prompt_length} tokens"
         return (
-            f"{self.kept}, {self.num_dropped} dropped and {self.num_cut} cut ({rule}); the longest prompt has "
+            f"{self.kept}, {self.num_dropped} dropped and {self.num_cut} cut ({rule}); the longest one has "
             f"{self.longest} tokens"
         )
 

@@ -100,7 +100,9 @@ class SupervisedForm(PromptForm):
         return Fitted(example, text, tuple(ids))
 
     def render(self, example: Example) -> str:
-        return self.tokenizer.render(self.with_system(example.messages), add_generation_prompt=False)
+        return self.tokenizer.render(
+            self.with_system(example.messages), add_generation_prompt=False
+        )
 
     def fit(self, example: Example) -> Fitted | None:
         fitted = super().fit(example)
@@ -125,7 +127,11 @@ class SupervisedForm(PromptForm):
 
         Raises UserError where the template writes a turn otherwise once others follow.
         """
-        assert isinstance(example, SupervisedExample)
+        if not isinstance(example, SupervisedExample):
+            raise UserError(
+                "rl_config.dataset_file is a MindRecord, whose rows are prompts and gold answers; give supervised "
+                "training the file that it was converted from."
+            )
         messages = self.with_system(example.messages)
         first = example.first_learned + len(messages) - len(example.messages)
         whole, done = self.tokenizer.render(messages, add_generation_prompt=False), 0

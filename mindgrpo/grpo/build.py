@@ -99,9 +99,7 @@ def _residency(plan: RunPlan, backend: Backend) -> tuple[RunPlan, Residency]:
     check_engine(plan)
     budget = plan.config.context.max_device_bytes or backend.device_memory_bytes
     reserved = {need.phase: need.beside_pools for need in phase_needs(plan)}
-    return plan, Residency(
-        budget, not backend.shares_memory, reserved, backend.take_device_peak
-    )
+    return plan, Residency(budget, not backend.shares_memory, reserved, backend.take_device_peak)
 
 
 def _fill_policy(

@@ -15,13 +15,13 @@ import numpy as np
 from mindgrpo.algorithm import non_finite
 from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.loss_config import AdvantageConfig
-from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
+from mindgrpo.algorithm.non_finite import NonFinite
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
 from mindgrpo.algorithm.sample import Arrays, PartialGroup, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.kernels.shapes import SamplingParams
-from mindgrpo.backend.rank_consistency import agree, check_alike, digest
+from mindgrpo.backend.rank_consistency import agree, digest
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.metrics import (
@@ -31,23 +31,20 @@ from mindgrpo.grpo.metrics import (
     StepOutcome,
     check_gap,
     logprob_gap,
-    step_digests,
 )
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
+from mindgrpo.grpo.updates import agree_on_batch, make_updates
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.rewards.scores import mean_of
 from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.rollout.partial import PartialRollouts
 from mindgrpo.rollout.replicas import Replicas
-from mindgrpo.training.update import UpdateReport, update
+from mindgrpo.training.update import UpdateReport
 from mindgrpo.weights.local_weights import Weights
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
-DIFFERENT_SAMPLES = (
-    "these are the same on every rank unless memory was damaged or ranks run different code or data"
-)
 
 # Surrounds a phase, of which the name is known.
 Phases = Callable[[str], AbstractContextManager[object]]
@@ -287,44 +284,30 @@ class Stepper:
         else:
             unknown = np.full(len(rollout), np.nan, np.float32)
             batch = TrainBatch(rollout, unknown, None, old_logps, reference_logps)
-        by_rank = self.backend.world.gather_objects((bad, step_digests(batch, rewards)))
-        for rank, (number, _) in enumerate(by_rank):
-            if number is not None:
-                return batch, correction, (rank, number)
-        check_alike([digests for _, digests in by_rank], f"in step {step + 1}", DIFFERENT_SAMPLES)
-        return batch, correction, None
+        return batch, correction, agree_on_batch(self.backend, batch, rewards, bad, step)
 
     def _update(
         self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
-        """Makes the step's updates; returns reports, skipped updates and the last rate.
-
-        Skips all of them where `bad` names a number of the batch that is not finite. Raises GapTooLarge before the
-        weights have changed.
-        """
+        """Makes the step's updates (`make_updates`). Raises GapTooLarge before the weights have changed."""
         settings = self.settings
-        reports: list[UpdateReport] = []
-        skipped: list[SkippedUpdate] = []
-        lr = 0.0
         shares = np.array_split(np.arange(len(batch)), settings.updates_per_rollout)
+        first = step * settings.updates_per_step
 
-        def check_first(report: UpdateReport) -> None:
+        def check(report: UpdateReport) -> None:
             self._check_gap(batch, report)
 
         with self._phase("update"), self.backend.computing():
             self.roles.enter("update")
-            for index, share in enumerate(shares * settings.num_iterations):
-                members = share.tolist()
-                lr = self._learning_rate(step * settings.updates_per_step + index)
-                if bad is not None:
-                    skipped.append(SkippedUpdate(index, members, lr, bad[1], bad[0]))
-                    continue
-                check = None if reports else check_first
-                try:
-                    reports.append(update(self.roles.policy, batch, packed, members, lr, check))
-                except NonFiniteUpdate as error:
-                    skipped.append(SkippedUpdate(index, members, lr, error.number, error.rank))
-        return reports, skipped, lr
+            return make_updates(
+                self.roles.policy,
+                batch,
+                packed,
+                shares * settings.num_iterations,
+                lambda index: self._learning_rate(first + index),
+                bad,
+                check,
+            )
 
     def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:
         """Checks the log-prob gap by the report of the step's first update. Raises GapTooLarge."""

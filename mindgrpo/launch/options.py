@@ -24,7 +24,7 @@ USAGE = (
     "--cluster auto|msrun|slurm|ascendjob] -- PROGRAM [ARGUMENTS], or --config FILE [--key value ...] to train"
 )
 # Verbs that run on ranks without a program of the user's. A file of such a name is written ./train.
-VERBS = ("train", "eval")
+VERBS = ("train", "eval", "sft")
 FLAGS = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master", "--cluster")
 STOP_SECONDS = "60"
 POSITIVE, PORTS = range(1, 10**5), range(1024, 65536)
@@ -82,7 +82,7 @@ class Options:
     @property
     def arguments(self) -> tuple[str, ...]:
         """Returns the program's arguments; for a verb, as the examples' main.py has them: all but `train`."""
-        return self.command if self.command[0] == "eval" else self.command[1:]
+        return self.command if self.command[0] in VERBS[1:] else self.command[1:]
 
     @property
     def num_local_ranks(self) -> int:

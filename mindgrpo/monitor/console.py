@@ -20,6 +20,7 @@ DIVERGED = 1.0  # KL to the reference, nats a token, from where on other hints w
 
 COLUMNS = (  # key in the metrics, word on the line, format, importance (0: never left out of a line that is too long)
     ("reward/mean", "reward", ".3f", 0),
+    ("loss", "loss", ".4f", 0),
     ("kl", "kl", ".4f", 4),
     ("grad_norm", "grad", ".3f", 6),
     ("logprob_gap/max", "gap", ".1e", 7),
@@ -135,6 +136,8 @@ class Console:
         words = [(0, f"step {metrics['step']}{total}")]
         for key, word, style, importance in COLUMNS:
             value = metrics.get(key)
+            if key == "loss" and "reward/mean" in metrics:
+                continue  # GRPO's says nothing about learning
             if key in metrics and not (value is None and key == "kl"):
                 unit = " s" if key == "time/step" else ""
                 words.append((importance, f"{word} {number(value, style)}{unit}".strip()))

@@ -25,19 +25,22 @@ INK, MUTED, BAND = "#1f2937", "#9ca3af", "#2563eb"
 COLOURS = ("#059669", "#d97706", "#7c3aed", "#dc2626", "#0891b2", "#be185d")
 
 
-def draw_reward_curve(
+def draw_curve(
     metrics: Path | str, picture: Path | str, before: Mapping[str, float | None] | None = None
 ) -> None:
-    """Draws the PNG file `picture` from a metrics.jsonl.
+    """Draws the PNG file `picture` from a metrics.jsonl: rewards, or the loss of supervised training.
 
-    `before`: each reward's mean on held-out prompts before the first step. Raises UserError where no step has rewards.
+    `before`: each reward's mean, or the loss, on held-out rows before the first step. Raises UserError where no step
+    has rewards or a loss.
     """
     png_path = Path(picture)
     rows = read_metrics(Path(metrics))
+    has_rewards = any("reward/mean" in row for row in rows)
     if before:
-        start = {f"eval/{name}/mean": value for name, value in before.items()}
+        mean = "/mean" if has_rewards else ""
+        start = {f"eval/{name}{mean}": value for name, value in before.items()}
         rows = [{"step": 0, **start}, *rows]
-    if not _points(rows, "reward/mean")[0]:
+    if not _points(rows, "reward/mean" if has_rewards else "loss")[0]:
         raise UserError(f"{metrics} holds no step with a reward/mean: there is no curve to draw.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,11 +49,18 @@ def draw_reward_curve(
     figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(2.6, 1))
-    _draw_rewards(figure.add_subplot(grid[0, :]), rows)
-    lengths = {"completion_length/max": "longest", "completion_length/mean": "mean"}
-    _draw_panel(figure.add_subplot(grid[1, 0]), rows, "Completion length (tokens)", lengths)
-    distances = {"kl": "KL to the reference", "logprob_gap/max": "largest log-prob gap"}
-    _draw_panel(figure.add_subplot(grid[1, 1]), rows, "KL and log-prob gap", distances, log=True)
+    left, right = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
+    if has_rewards:
+        _draw_rewards(figure.add_subplot(grid[0, :]), rows)
+        lengths = {"completion_length/max": "longest", "completion_length/mean": "mean"}
+        _draw_panel(left, rows, "Completion length (tokens)", lengths)
+        distances = {"kl": "KL to the reference", "logprob_gap/max": "largest log-prob gap"}
+        _draw_panel(right, rows, "KL and log-prob gap", distances, log=True)
+    else:
+        losses = {"loss": "loss of the step's rows", "eval/loss": "loss, held out"}
+        _draw_panel(figure.add_subplot(grid[0, :]), rows, "Loss (nats a token)", losses)
+        _draw_panel(left, rows, "Gradient norm", {"grad_norm": "before clipping"})
+        _draw_panel(right, rows, "Learning rate", {"lr": "lr"})
     # A reader never sees half a picture while the run continues.
     unfinished = png_path.with_name(f".{png_path.name}.part")
     figure.savefig(unfinished, format="png")
@@ -94,7 +104,7 @@ def _draw_panel(
     axes: Any, rows: list[dict[str, Any]], title: str, series: dict[str, str], log: bool = False
 ) -> None:
     values_seen: list[float] = []
-    for (key, label), colour in zip(series.items(), (MUTED, BAND), strict=True):
+    for (key, label), colour in zip(series.items(), (MUTED, BAND), strict=False):
         steps, values = _points(rows, key)
         if steps:
             dot = "o" if len(steps) == 1 else None
@@ -147,6 +157,6 @@ class CurveProcess:
         self._started = time.monotonic()
         files = {"metrics": str(self._metrics), "picture": str(self._picture)}
         self._process = start_program(
-            "mindgrpo.monitor.curve:draw_reward_curve", {**files, "before": dict(before)}
+            "mindgrpo.monitor.curve:draw_curve", {**files, "before": dict(before)}
         )
         return self._process

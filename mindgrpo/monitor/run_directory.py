@@ -33,6 +33,7 @@ RUN_FILES = (
     "config_resolved.yaml",
     "reward_output.txt",
     "reward_curve.png",
+    "loss_curve.png",
     "report.html",
     "summary.json",
     "tensorboard",

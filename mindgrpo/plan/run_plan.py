@@ -54,7 +54,7 @@ class RunPlan:
     """Layouts of the roles (`reference` None where nothing needs one) and the arithmetic of a step.
 
     `device_bytes` is the memory that a device reports; None where none was asked. `teacher` has the shapes of a
-    reference of another model than the policy's.
+    reference of another model than the policy's. Supervised training has no generator.
     """
 
     config: Config
@@ -65,6 +65,7 @@ class RunPlan:
     batch: BatchPlan
     device_bytes: int | None = None
     teacher: DecoderConfig | None = None
+    generates: bool = True
 
     @property
     def of_reference(self) -> RunPlan:
@@ -113,7 +114,8 @@ class RunPlan:
     def steps_text(self, num_prompts: int) -> str:
         num_steps = self.num_steps(num_prompts)
         epochs = num_steps * self.batch.prompts_per_step / num_prompts
-        return f"{num_steps} steps ({epochs:.3g} epochs of {num_prompts} prompts)"
+        rows = "prompts" if self.generates else "rows"
+        return f"{num_steps} steps ({epochs:.3g} epochs of {num_prompts} {rows})"
 
     @property
     def notices(self) -> list[str]:
@@ -150,9 +152,9 @@ class RunPlan:
             "policy": weights(self.train, stage) + adapters(self.train, stage),
             "gradients": trained,
             "optimizer": 2 * self.optimizer_bytes(stage),
-            **self._engine_bytes,
-            "adapters_copy": adapters(self.infer, 0),
         }
+        if self.generates:
+            by_role |= {**self._engine_bytes, "adapters_copy": adapters(self.infer, 0)}
         if self.has_masters:
             by_role["master_weights"] = self.optimizer_bytes(stage)
         if self.config.actor_config.optimizer.opt_offload:
@@ -299,6 +301,7 @@ class RunPlan:
         return [
             f"train {self.train.mesh}, stages of {stages} layers{_options(self.train)}",
             *self._sharding_lines(),
+        ] + self.generates * [
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
             *invariance_lines(self.config, self.model),

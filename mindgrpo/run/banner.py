@@ -11,10 +11,14 @@ from mindgrpo.plan.micro_shapes import row_lines
 
 if TYPE_CHECKING:  # `mindgrpo plan` needs neither
     from mindgrpo.backend.contract import Backend
+    from mindgrpo.plan.run_plan import RunPlan
     from mindgrpo.run.preflight import Inputs
 
 # Ratios of whole samples stay much nearer to 1 than tokens'; the paper clips at 3e-4 and 4e-4.
 WIDE_FOR_SEQUENCES = 0.1
+SUPERVISED = (
+    "supervised: the mean negative log-likelihood of completions, over the tokens of a step"
+)
 
 
 def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, list[str]]:
@@ -30,21 +34,27 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
     if lora is not None:
         on = ", ".join(lora.targets)
         described.append(f"LoRA: rank {lora.rank}, alpha {lora.alpha:g}, on {on}")
-    stops = inputs.sampling.stop_ids
+    stops = inputs.sampling.stop_ids if plan.generates else ()
     texts = (f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" for i in stops)
     return {
         "run": [f"{steps} ({backend.name}, {computes_in})"],
         "model": described,
         "layouts": plan.layout_lines(),
-        "batch": [*plan.batch.lines(), *row_lines(config)],
-        "algorithm": algorithm_lines(config, plan.batch),
+        "batch": [*_batch_lines(plan), *row_lines(config)],
+        "algorithm": algorithm_lines(config, plan.batch) if plan.generates else [SUPERVISED],
         "memory": plan.memory_lines() if config.verbose else [plan.most_memory()],
-        "reshard": plan.reshard_lines(),
+        "reshard": plan.reshard_lines() if plan.generates else [],
         "data": inputs.data_lines(),
         "prompt": [],
-        "stops": [", ".join(texts)],
+        "stops": [", ".join(texts)] if plan.generates else [],
         "kernels": [*backend.notices],
     }
+
+
+def _batch_lines(plan: RunPlan) -> list[str]:
+    lines = plan.batch.lines()
+    # The first two are about completions and how often they are used.
+    return lines if plan.generates else [f"{plan.batch.prompts_per_step} rows a step", *lines[2:]]
 
 
 def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:

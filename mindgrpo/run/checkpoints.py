@@ -93,8 +93,10 @@ class RunCheckpoints:
     def resume_command(self) -> str:
         return resume_command(sys.argv, sys.orig_argv, os.environ, self._record.directory)
 
-    def evaluated(self, step: int, means: dict[str, float | None]) -> None:
-        """Makes a checkpoint of `step` due if its score is above that of the best on disk.
+    def evaluated(
+        self, step: int, means: Mapping[str, float | None], lower_is_better: bool = False
+    ) -> None:
+        """Makes a checkpoint of `step` due if its score is better than that of the best on disk.
 
         Raises UserError for a reward that there is not.
         """
@@ -109,7 +111,8 @@ class RunCheckpoints:
             )
         score = means[name]
         self._better = None
-        if step and score is not None and (self._best is None or score > self._best.score):
+        sign, best = -1.0 if lower_is_better else 1.0, self._best
+        if step and score is not None and (best is None or sign * (score - best.score) > 0):
             self._better = Best(step=step, score=score)
         if step == self._newest:
             self._best = self._best_with(step)

@@ -25,6 +25,7 @@ from mindgrpo.data.sources import (
     SplitChoice,
     open_examples,
 )
+from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.scoring import reward_columns
@@ -33,6 +34,7 @@ from mindgrpo.memory.residency import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.precision import dtype_notices
 from mindgrpo.plan.memory import check_engine
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.executors import Limits
@@ -205,7 +207,30 @@ def held_out_prompts(
     return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file")
 
 
-def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
+def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = ALONE) -> Inputs:
+    """Reads everything for supervised training. Raises UserError. `ranks`, who all call this, share the reading."""
+    plan, tokenizer = _read_model(config, world_size, generates=False)
+    rl = config.rl_config
+    form = SupervisedForm(tokenizer, rl.seq_length, rl.prompt_overflow, rl.system_prompt or "")
+    rows = SupervisedRowForm(None, parse_key_map(rl.dataset_map_keys))
+
+    def read(key: str, path: str, choice: SplitChoice) -> PromptSet:
+        return PromptSet(open_examples(path, rows, choice, ranks=ranks, key=key), form, ranks)
+
+    assert rl.dataset_file is not None
+    choice = replace(FOR_TRAINING, name=rl.dataset_split)
+    training, held_out = read("rl_config.dataset_file", rl.dataset_file, choice), None
+    if rl.eval_dataset_file:
+        choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
+        held_out = read("rl_config.eval_dataset_file", rl.eval_dataset_file, choice)
+    sampling = sampling_settings(config, tokenizer)
+    notes = tuple(dtype_notices(config))
+    return Inputs(plan, tokenizer, training, held_out, None, sampling, notes)
+
+
+def _read_model(
+    config: Config, world_size: int | None, generates: bool = True
+) -> tuple[RunPlan, Tokenizer]:
     model = read_model(config)
     teacher, directory = read_teacher(config, model), config.actor_config.load
     for role in (config.actor_config, config.generate_config):
@@ -214,7 +239,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     if config.ref_config.model_yaml:
         own = (model, directory) if teacher is None else (teacher, config.reference_load)
         check_agreement(own[0], config.ref_config.model_yaml, own[1])
-    plan = plan_run(config, model, world_size, teacher)
+    plan = replace(plan_run(config, model, world_size, teacher), generates=generates)
     check_engine(plan)
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
@@ -223,11 +248,17 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     tokenizer = read_tokenizer(config, model)
     if plan.teacher is not None:
         check_vocabulary(config, tokenizer, plan.teacher)
-    rl, save = config.rl_config, config.actor_config.save
+    save = config.actor_config.save
     if save and Path(save).exists() and not Path(save).is_dir():
         raise UserError(
             f"actor_config.save '{save}' is a file and is not overwritten; name a folder or leave it out."
         )
+    return plan, tokenizer
+
+
+def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
+    plan, tokenizer = _read_model(config, world_size)
+    rl = config.rl_config
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
     turns = read_turns(config, tokenizer)
     prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file")
@@ -239,7 +270,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             f"rl_config.num_generations ({rl.num_generations}) times, so every advantage would be 0; set temperature "
             "above 0."
         )
-    notes = (*_stop_notes(sampling, model.vocab_size), *plan.notices, *engine_notes(config))
+    notes = (*_stop_notes(sampling, plan.model.vocab_size), *plan.notices, *engine_notes(config))
     trial = try_environment(turns, prompts, ranks)
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, turns, trial)
 

@@ -98,7 +98,10 @@ class RunRecord:
             write_resolved(self._loaded, resolved)
         say, done = self.console.line, self._earlier.step
         self._metrics = MetricsWriter(self.directory, board, queue_size, done, say)
-        self._curve = CurveProcess(self._metrics.path, self.directory / "reward_curve.png")
+        self._picture = self.directory / (
+            "loss_curve.png" if self._loaded.is_supervised else "reward_curve.png"
+        )
+        self._curve = CurveProcess(self._metrics.path, self._picture)
         settings, kept = self._loaded.config.monitor_config, self._paths.completions
         about = {
             "directory": str(self.directory.absolute()),
@@ -174,6 +177,12 @@ class RunRecord:
                 write_evaluation(self.directory, step, outcomes, keeps)
         return evaluation_metrics(outcomes)
 
+    def evaluated_loss(self, step: int, loss: float) -> dict[str, Metric]:
+        """Keeps the held-out loss of supervised training; returns its metrics."""
+        self._evaluations.append({"loss": loss})
+        self.console.line(f"  held-out loss after step {step}: {loss:.4f}")
+        return {"eval/loss": loss}
+
     def not_evaluated(self) -> None:
         """Notes that there is nothing to compare later evaluations with."""
         self._evaluations.append({})
@@ -221,13 +230,13 @@ class RunRecord:
     def close(
         self,
         num_steps: int,
-        engine: Capabilities,
+        engine: Capabilities | None,
         ended: str | None = None,
         best: dict[str, Any] | None = None,
     ) -> None:
-        """Writes summary and report. `engine` drew the samples; `ended`: why the run ends before its last step.
+        """Writes summary and report. `ended`: why the run ends before its last step.
 
-        `best` is the best checkpoint's reward, score, step and path.
+        `engine` drew the samples, if one did; `best` is the best checkpoint's reward, score, step and path.
         """
         if not self._is_writer:
             return
@@ -241,7 +250,7 @@ class RunRecord:
             **{key: history[key] for key in ("seconds", "first_step_seconds", "compiles")},
             "eval_before": before,
             "eval_after": after,
-            "engine": engine.name,
+            **({} if engine is None else {"engine": engine.name}),
             "compute_dtype": self._backend.compute_dtype,
             "float32_matmul_precision": self._backend.matmul_precision,
             "batch_invariant": self._backend.kernels.batch_invariant,
@@ -250,7 +259,7 @@ class RunRecord:
             "optimizer_shards": replicas if actor.enable_parallel_optimizer else 1,
             "host": platform.node(),
         }
-        if engine.release is not None:
+        if engine is not None and engine.release is not None:
             summary["engine_version"] = engine.release
         if best is not None:
             summary["best_checkpoint"] = best
@@ -277,7 +286,7 @@ class RunRecord:
                 "held out": before_and_after(evaluations) if evaluations.exists() else [],
                 "best": best_lines,
                 "model": [str(self.model_directory)],
-                "curve": [str(self.directory / "reward_curve.png")],
+                "curve": [str(self._picture)],
                 "report": [str(page)] if page and not failed else [],
             }
             self.console.banner("done", sections)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.checkpoints import RunCheckpoints, restore, unsaved_digests
 from mindgrpo.run.host_limits import refuse_small_disk
-from mindgrpo.run.preflight import Inputs, Reward, prepare
+from mindgrpo.run.preflight import Inputs
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import check_same_start, find_start, identity_of
 from mindgrpo.run.stop_signals import Stop, Stopping
@@ -53,12 +53,11 @@ class OpenRun:
         return self.num_steps * self.plan.batch.updates_per_step
 
 
-def open_run(
-    config: Config | Loaded,
-    name: str,
-    reward_functions: Sequence[Reward] | None = None,
-    reward_weights: Sequence[float] | None = None,
-) -> OpenRun:
+# Reads what a run is given, for a number of ranks that share the reading; the last says whether this one scores.
+Prepare = Callable[[Config, int, Ranks, bool], Inputs]
+
+
+def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     """Opens a run on all ranks together and shows the banner. Raises UserError, on all ranks alike."""
     launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
     loaded = config if isinstance(config, Loaded) else config_with(config, {})
@@ -69,8 +68,7 @@ def open_run(
     check_same_start(config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
-    scores = backend.rank == 0
-    inputs = prepare(config, backend.world_size, reward_functions, reward_weights, ranks, scores)
+    inputs = prepare(config, backend.world_size, ranks, backend.rank == 0)
     prompts = PromptSource(inputs.prompts, rl.seed, inputs.plan.batch.prompts_per_step)
     start = on_first_rank(backend, lambda: find_start(config, inputs, name))
     on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))

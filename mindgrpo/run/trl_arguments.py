@@ -30,8 +30,9 @@ def with_arguments(
     model: str | Path | None,
     train_dataset: str | Path | Rows | None,
     eval_dataset: str | Path | Rows | None,
+    is_supervised: bool = False,
 ) -> Config | Loaded:
-    """Returns the configuration with a model and data sets of its own. Raises UserError.
+    """Returns the configuration with a model and data sets of its own, for GRPO or not. Raises UserError.
 
     A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
@@ -56,9 +57,11 @@ def with_arguments(
             values[key] = str(_written(name, data[split]))
         elif data is not None:
             values[key] = str(_written(name, data))
-    if isinstance(config, Config | Loaded) and not values:
+    is_ready = isinstance(config, Loaded) and config.is_supervised == is_supervised
+    if not values and (is_ready or (isinstance(config, Config) and not is_supervised)):
+        assert isinstance(config, Config | Loaded)
         return config
-    return config_with(config, values)
+    return config_with(config, values, is_supervised)
 
 
 def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:

@@ -1,0 +1,120 @@
+"""One step of supervised training on this rank, and the loss on held-out rows.
+
+The update is GRPO's with every advantage 1 and no ratio: its loss is the mean negative log-likelihood of the tokens
+that are learnt, over the whole update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mindgrpo.algorithm.packing import PackedRollout
+from mindgrpo.algorithm.sample import Rollout, TrainBatch
+from mindgrpo.data.prompt_source import PromptSource
+from mindgrpo.data.prompts import Prompt
+from mindgrpo.data.supervised import as_sample
+from mindgrpo.grpo.metrics import StepOutcome, resources
+from mindgrpo.grpo.roles import TrainedRoles
+from mindgrpo.grpo.scoring import Scored
+from mindgrpo.grpo.step import Phases
+from mindgrpo.grpo.updates import agree_on_batch, make_updates
+from mindgrpo.models.pipeline import compute_log_probs
+from mindgrpo.rewards.scores import Scores
+from mindgrpo.rollout.engine import RolloutStats
+
+# What a run of GRPO has in its metrics and this one has not.
+_OF_ROLLOUTS = ("reshard/", "rollout/")
+
+
+def rows_as_rollout(rows: Sequence[Prompt]) -> Rollout:
+    """Makes samples of rows, each of a group of its own."""
+    samples = tuple(as_sample(number, row.ids) for number, row in enumerate(rows))
+    return Rollout(samples, tuple(range(len(samples))))
+
+
+class SupervisedStepper:
+    """`learning_rate` gives the rate of a step, counted from 0 over the run; `phases` surrounds each phase."""
+
+    def __init__(
+        self,
+        roles: TrainedRoles,
+        rows: PromptSource,
+        learning_rate: Callable[[int], float],
+        phases: Phases,
+    ) -> None:
+        self._roles, self._rows = roles, rows
+        self._learning_rate, self._phases = learning_rate, phases
+        # Graphs that were compiled after this session's first step; None before its end.
+        self._late_compiles: int | None = None
+
+    def run(self, step: int) -> StepOutcome:
+        """Runs step number `step`, from 0; all ranks together, with the same outcome."""
+        backend, policy = self._roles.backend, self._roles.policy
+        started, compiles = time.perf_counter(), len(backend.compile_log.entries)
+        rollout = rows_as_rollout(self._rows.begin_step(step))
+        ones, count = np.ones(len(rollout), np.float32), len(rollout)
+        batch = TrainBatch(rollout, ones)
+        bad = agree_on_batch(backend, batch, ones, None, step)
+        with self._phases("update"), backend.computing():
+            self._roles.enter("update")
+            updating = time.perf_counter()
+            reports, skipped, lr = make_updates(
+                policy,
+                batch,
+                PackedRollout(rollout),
+                [np.arange(count)],
+                lambda _: self._learning_rate(step),
+                bad,
+            )
+        ended = time.perf_counter()
+        compiles = len(backend.compile_log.entries) - compiles
+        self._late_compiles = 0 if self._late_compiles is None else self._late_compiles + compiles
+        scores = Scores({}, ones, np.zeros(count, bool))
+        return StepOutcome(
+            batch,
+            Scored(scores, []),
+            reports,
+            lr,
+            {"update": ended - updating, "step": ended - started},
+            RolloutStats(),
+            skipped,
+            late_compiles=self._late_compiles,
+        )
+
+
+def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int) -> dict[str, Any]:
+    """Returns a step's row without what a run adds to it; all ranks together. `rows_used` counts the whole run's."""
+    rollout = outcome.batch.rollout
+    report = outcome.reports[0] if outcome.reports else None
+    tokens = int(rollout.total_lengths.sum())
+    metrics = {
+        "loss": None if report is None else report.loss,
+        "grad_norm": None if report is None else report.grad_norm,
+        "entropy": None if report is None else report.entropy,
+        "padding_share": None if report is None else report.padding_share,
+        "lr": outcome.lr,
+        "tokens": tokens,
+        "tokens_learned": int(rollout.action_lengths.sum()),
+        "tokens_per_second": tokens / outcome.seconds["step"],
+        "rows_used": rows_used,
+        "weights_version": roles.policy.version,
+    }
+    if report is not None and report.expert_load is not None:
+        metrics["moe/load_max"] = report.expert_load
+    own = resources(outcome, roles).items()
+    return metrics | {key: value for key, value in own if not key.startswith(_OF_ROLLOUTS)}
+
+
+def held_out_loss(roles: TrainedRoles, rows: Sequence[Prompt]) -> float:
+    """Computes the mean negative log-likelihood of the rows' learnt tokens, in nats; all ranks together."""
+    policy, rollout = roles.policy, rows_as_rollout(rows)
+    with roles.backend.computing():
+        roles.enter("old_logps")
+        mesh = policy.weights.layout.mesh
+        logps = compute_log_probs(policy.pipeline, mesh, roles.backend, PackedRollout(rollout))
+    own = zip(logps, rollout.action_mask, strict=True)
+    return -float(np.concatenate([values[mask] for values, mask in own]).mean(dtype=np.float64))

@@ -1,0 +1,161 @@
+"""Runs the steps of a training run to its end, the same on every rank: metrics, evaluations, checkpoints, the model.
+
+GRPO and supervised training differ in a step and in an evaluation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mindgrpo.algorithm.sample import PartialGroup
+from mindgrpo.backend.rank_consistency import on_first_rank
+from mindgrpo.errors import CannotWrite
+from mindgrpo.grpo.roles import TrainedRoles
+from mindgrpo.monitor.host_memory import HostMemoryExhausted
+from mindgrpo.rollout.engine import Capabilities
+from mindgrpo.run.guards import NanGuard
+from mindgrpo.run.host_limits import has_room_for_model
+from mindgrpo.run.model_export import ModelExport
+from mindgrpo.run.session import OpenRun, Session
+from mindgrpo.run.stop_signals import Stop
+from mindgrpo.run.trl_arguments import refuse
+
+
+class TrainingLoop(ABC):
+    """`unfinished` are groups of partial rollouts that continue in the next step."""
+
+    def __init__(self, run: OpenRun, roles: TrainedRoles) -> None:
+        self.run, self.session = run, Session(run, roles)
+        self.export = ModelExport(roles, run.inputs.tokenizer)
+        self.unfinished: tuple[PartialGroup, ...] = ()
+        self.nan_guard = NanGuard(
+            run.config,
+            run.backend,
+            run.record.directory,
+            run.record.console.line,
+            self.export.write,
+        )
+
+    @abstractmethod
+    def _step(self, step: int) -> dict[str, Any]:
+        """Runs step number `step`, from 0, and returns its metrics."""
+
+    @abstractmethod
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluates after `step` steps and returns the metrics; none without held-out rows."""
+
+    def _close_workers(self) -> Capabilities | None:
+        """Ends what works for the run; returns what its engine is, if there is one."""
+        return None
+
+    def train(self, **others: object) -> Path:
+        """Runs to the end and writes the model; returns the run's folder.
+
+        `others` are refused, with the key that takes their place. Raises SystemExit after a signal, with a checkpoint
+        of the steps that are done where they were asked for, and CannotWrite, a UserError that names the newest
+        checkpoint, where the disk is full.
+        """
+        refuse(f"{type(self).__name__}.train", others)
+        try:
+            directory = self._train()
+        finally:
+            self.run.backend.health.end_checks()
+            # Tells them that the run has failed, unless it was closed.
+            self.run.record.trackers.ask_to_finish(is_done=False)
+        # The other ranks have ended: none of them waits.
+        self.run.record.trackers.close(self.run.config.monitor_config.tracker_finish_seconds)
+        return directory
+
+    def _train(self) -> Path:
+        run, session = self.run, self.session
+        try:
+            with run.stopping.listening():
+                ended = self._run_to_end()
+            self._close(ended)
+            run.record.check_written()
+        except CannotWrite as failed:
+            raise CannotWrite(f"{str(failed).removesuffix('.')}; {self._what_is_left()}") from None
+        if ended is not None:
+            session.say_how_to_resume(ended)
+        run.backend.close()
+        if ended is not None and ended.status:
+            raise SystemExit(ended.status)
+        return run.record.directory
+
+    def _run_to_end(self) -> Stop | None:
+        """Runs the steps; returns why the run has ended before its last step, if it has. Raises CannotWrite."""
+        session = self.session
+        try:
+            try:
+                self._run_steps()
+                session.checkpoints.commit()
+                if not session.has_model:
+                    self._write_model()
+            except Stop as stop:
+                session.save()
+                return stop
+        except CannotWrite:
+            session.settle()
+            self._rescue_model()
+            raise
+        return None
+
+    def _close(self, ended: Stop | None) -> None:
+        run, session = self.run, self.session
+        run.backend.health.enter("close")
+        run.watch.close()
+        engine = self._close_workers()
+        reason = ended.reason if ended else None
+        run.record.close(session.done, engine, reason, session.checkpoints.best)
+
+    def _what_is_left(self) -> str:
+        """Says what was saved, as part of a sentence, where a file could not be written."""
+        session, left = self.session, self.session.checkpoints.safe
+        where = f"the model after step {session.done} is in {self.run.record.model_directory}"
+        model = [where] if session.has_model else []
+        if session.checkpoints.newest:
+            return "; ".join([*model, left])  # its command comes last, without a full stop
+        return "; ".join([left, *model]) + "."
+
+    def _rescue_model(self) -> None:
+        """Writes the model of a run that cannot continue, where there is room for it."""
+        run, session = self.run, self.session
+        has_room = on_first_rank(
+            run.backend, lambda: has_room_for_model(run.plan, run.record.model_directory)
+        )
+        if has_room and session.done and not session.has_model:
+            with suppress(CannotWrite):
+                self._write_model()
+
+    def _run_steps(self) -> None:
+        run, session, rl = self.run, self.session, self.run.config.rl_config
+        run.backend.health.enter("loop")
+        if session.open_row is not None:
+            session.write_row(self._evaluate(session.done))
+        elif session.done == 0 and rl.eval_on_start:
+            self._evaluate(0)
+        elif session.done == 0:
+            run.record.not_evaluated()
+        for step in range(session.done, run.num_steps):
+            with run.watch.step(step):
+                session.step_done(self._step(step), self.unfinished)
+                is_last = step + 1 == run.num_steps
+                is_due = is_last or (rl.eval_steps and (step + 1) % rl.eval_steps == 0)
+                evaluation = self._evaluate(step + 1) if is_due else {}
+            session.write_row(evaluation)
+            exceeded = run.watch.memory_exceeded()
+            if exceeded:
+                session.save()
+                self._write_model()
+                raise HostMemoryExhausted(f"the run ends after step {step + 1}: {exceeded}")
+            if not is_last:
+                run.stopping.check_time()
+
+    def _write_model(self) -> None:
+        record = self.run.record
+        with self.run.watch.phase("export"), record.console.phase("writing the model"):
+            self.export.write_all(record.model_directory, record.directory / "adapter")
+        self.session.has_model = True
