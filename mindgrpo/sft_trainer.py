@@ -47,7 +47,7 @@ class SFTTrainer(TrainingLoop):
             restored = restored_roles(run.config, run.start)
             with run.record.console.phase("loading weights"):
                 self.roles = make_trained_roles(
-                    run.plan, run.backend, run.inputs.sampling, restored
+                    run.plan, run.backend, run.inputs.sampling, restored=restored
                 )
             super().__init__(run, self.roles)
         learning_rate = learning_rate_schedule(run.config, run.num_updates)

@@ -36,7 +36,8 @@ _READ = frozenset(
     )
 )
 _PARALLEL = "actor_config.parallel_config."
-_DERIVED = _PARALLEL + "micro_batch_num"
+# About updates per rollout, and about tokens that a generator drew.
+_OF_ROLLOUTS = (_PARALLEL + "micro_batch_num", "monitor_config.per_token")
 _FIXED: dict[str, object] = {
     # Advantage 1 and no ratio: the negative log-likelihood.
     "rl_config.loss_type": "gpg",
@@ -56,7 +57,9 @@ def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sou
 
     def is_read(key: str) -> bool:
         return (
-            (key.split(".")[0] in _SECTIONS and key != _DERIVED) or key in _READ or "." not in key
+            (key.split(".")[0] in _SECTIONS and key not in _OF_ROLLOUTS)
+            or key in _READ
+            or "." not in key
         )
 
     def size(key: str, default: int) -> int:

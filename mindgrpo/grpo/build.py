@@ -81,12 +81,16 @@ def make_roles(
 
 
 def make_trained_roles(
-    plan: RunPlan, backend: Backend, sampling: SamplingParams, restored: Collection[str] = ()
+    plan: RunPlan,
+    backend: Backend,
+    sampling: SamplingParams,
+    random_weights: bool = False,
+    restored: Collection[str] = (),
 ) -> TrainedRoles:
     """Makes the policy with its initial weights, for supervised training; else as `make_roles`."""
     plan, residency = _residency(plan, backend)
     policy = make_policy(plan, backend, sampling)
-    _fill_policy(policy, plan.config, backend, False, restored)
+    _fill_policy(policy, plan.config, backend, random_weights, restored)
     roles = TrainedRoles(plan, backend, policy, residency)
     residency.check_budget()
     return roles

@@ -90,16 +90,14 @@ def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int
     """Returns a step's row without what a run adds to it; all ranks together. `rows_used` counts the whole run's."""
     rollout = outcome.batch.rollout
     report = outcome.reports[0] if outcome.reports else None
-    tokens = int(rollout.total_lengths.sum())
     metrics = {
         "loss": None if report is None else report.loss,
         "grad_norm": None if report is None else report.grad_norm,
         "entropy": None if report is None else report.entropy,
         "padding_share": None if report is None else report.padding_share,
         "lr": outcome.lr,
-        "tokens": tokens,
+        "tokens": int(rollout.total_lengths.sum()),
         "tokens_learned": int(rollout.action_lengths.sum()),
-        "tokens_per_second": tokens / outcome.seconds["step"],
         "rows_used": rows_used,
         "weights_version": roles.policy.version,
     }

@@ -73,6 +73,14 @@ def random_rewards(step: int, count: int) -> np.ndarray:
     return stream(REWARDS, step).random(count, dtype=np.float32)
 
 
+def answered_rows(work: Work, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Prompts and answers of ragged lengths, int32, the same for every trainer; the last id, which ends them, is in
+    neither."""
+    most, draws = work.model["vocab_size"] - 1, stream(PROMPTS, 0)
+    sizes = ((work.prompt_tokens, length) for length in ragged_lengths(count))
+    return [tuple(draws.integers(3, most, n, dtype=np.int32) for n in pair) for pair in sizes]  # type: ignore[misc]
+
+
 def ragged_lengths(count: int) -> list[int]:
     """Completion lengths: geometric with mean 32, at most 128; the same list for every engine."""
     drawn = stream(LENGTHS, 0).geometric(1.0 / RAGGED_MEAN, count)
