@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 __all__ = ["GRPOTrainer", "SFTTrainer", "UserError", "__version__", "load_config"]
 MODULES = {
     "GRPOTrainer": "mindgrpo.trainer",
-    "SFTTrainer": "mindgrpo.sft_trainer",
+    "SFTTrainer": "mindgrpo.trainer",
     "load_config": "mindgrpo.config.load",
 }
 

@@ -40,6 +40,6 @@ def main(argv: Sequence[str]) -> None:
         # msrun's scheduler runs this program too.
         connect(loaded.config.context.target, dict(os.environ))
         return
-    from mindgrpo.sft_trainer import SFTTrainer
+    from mindgrpo.trainer import SFTTrainer
 
     SFTTrainer(loaded, name=name).train()

@@ -63,8 +63,8 @@ class SupervisedRowForm(RowForm):
         whole = next((key for key in CONVERSATION_KEYS if isinstance(row.get(key), list)), None)
         if question not in (None, *CONVERSATION_KEYS) and answer is not None:
             asked = _messages(row[question], "user", f'{where}: "{question}"')
-            given = _messages(row[answer], "assistant", f'{where}: "{answer}"')
-            return (*asked, *given), len(asked)
+            completion = _messages(row[answer], "assistant", f'{where}: "{answer}"')
+            return (*asked, *completion), len(asked)
         if whole is not None:
             return _messages(row[whole], "user", f'{where}: "{whole}"'), 0
         raise UserError(
