@@ -15,6 +15,7 @@ from mindgrpo.models.expert_plan import (
     ExpertSpread,
     TokenShare,
     capacity,
+    load_by_expert,
     load_of_fullest,
     merge_routes,
     plan_experts,
@@ -195,11 +196,11 @@ def test_routes_of_one_packing_are_those_of_the_same_tokens_in_another(
 
 def test_the_load_is_that_of_the_fullest_expert_of_any_layer() -> None:
     even = np.array([[[0, 1], [2, 3]], [[2, 3], [1, 0]]], np.int16)
-    assert load_of_fullest({0: even}, 4) == 1.0
+    assert load_of_fullest(load_by_expert([even], LAYERS, 4)) == 1.0
     # The first layer's expert 0 has 3 of 6 slots, whose mean is 1.5; a token without experts is in neither.
     more = np.array([[[0, 1], [2, 1]], [[-1, -1], [-1, -1]], [[0, 3], [0, 3]]], np.int16)
     one = np.array([[[0, 2], [1, 2]]], np.int16)
-    assert load_of_fullest({0: more, 1: one}, 4) == 3 / 1.5
+    assert load_of_fullest(load_by_expert([more, one], LAYERS, 4)) == 3 / 1.5
 
 
 def test_ranks_that_share_out_tokens_record_and_plan_their_own() -> None:

@@ -187,7 +187,7 @@ class MicroBatch:
     `picks` [M], the positions among R * L that predict, -1 on padding, and `labels` [M], what comes after them.
     `actions` bool [M] says which labels the policy wrote; padding is none. `arrays` [R, L, ...] are the declared
     per-token arrays that are inputs. This rank is number `part` of the G. `routes` int32 [layers, R L, K] are the
-    experts of its tokens; what follows is their ExpertPlan (models/expert_plan.py). [1] without one.
+    experts of its tokens; what follows is their ExpertPlan, and `balance` (models/expert_plan.py). [1] without one.
     """
 
     rows: tuple[PackedRow, ...]
@@ -207,6 +207,7 @@ class MicroBatch:
     home: np.ndarray = field(default_factory=NO_PLAN.copy)
     by_expert: np.ndarray = field(default_factory=NO_PLAN.copy)
     as_arrived: np.ndarray = field(default_factory=NO_PLAN.copy)
+    balance: np.ndarray = field(default_factory=NO_PLAN.copy)
 
     @property
     def is_planned(self) -> bool:

@@ -35,7 +35,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.role_layouts import check_positions, layout_of
+from mindgrpo.plan.role_layouts import check_positions, generating_layout
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
@@ -102,7 +102,11 @@ def mesh_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallel
             f"generate_config.parallel_config.model_parallel {tp_size} does not divide the {world_size} ranks of this "
             "evaluation; start a multiple of it, or one rank, or set it to a divisor."
         )
-    return GenerateParallelConfig(data_parallel=world_size // tp_size, model_parallel=tp_size)
+    return GenerateParallelConfig(
+        data_parallel=world_size // tp_size,
+        model_parallel=tp_size,
+        expert_parallel=1 if tp_size == 1 else asked.expert_parallel,
+    )
 
 
 def read_inputs(
@@ -126,7 +130,7 @@ def read_inputs(
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
-        layout = layout_of(mesh, model, where="generate_config.parallel_config")
+        layout = generating_layout(config, model, mesh)
         trial = try_environment(turns, prompts, ranks)
         unless_read.pop_all()
     return EvaluationInputs(

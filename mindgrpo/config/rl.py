@@ -192,6 +192,12 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """train each token with the experts that it had in the generator (R3); false: with those that a forward pass
     of the trainer chooses before the step's first update, the only way with vLLM. No effect on models without
     experts"""
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """coefficient of the loss that balances the load of experts (arXiv:2101.03961), with the load of all samples of an
+    update; 0: off. A config.json's value is not used"""
+    moe_router_bias_update_rate: float = Field(0.0, ge=0)
+    """how much an update moves the bias by which the router of DeepSeek-V3 chooses experts (arXiv:2408.15664), up for
+    those below the mean load and down for those above; 0: off"""
     num_iterations: int = Field(1, ge=1)
     """number of passes over the samples of a step"""
     updates_per_rollout: int | None = Field(None, ge=1)

@@ -173,8 +173,11 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         loss_scale=loss_scale(plan.config),
         keeps_entropies=plan.config.monitor_config.per_token > 0,
         shards_optimizer=actor.enable_parallel_optimizer,
+        bias_update_rate=rl.moe_router_bias_update_rate,
     )
-    return Policy(plan.model, plan.train, backend, settings, plan.lora)
+    return Policy(
+        plan.model.balanced(rl.router_aux_loss_coef), plan.train, backend, settings, plan.lora
+    )
 
 
 def _set_invariant(backend: Backend, is_planned: bool) -> None:

@@ -26,7 +26,7 @@ from mindgrpo.models.shard import Shard
 
 class StageInputs(NamedTuple):
     """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3], and columns
-    int32 [G, R, T / G] of the G ranks that share the rows; routes and the plan of them, of each layer with experts.
+    int32 [G, R, T / G] of the G ranks that share the rows; of layers with experts routes, their plan, and `balance`.
 
     As in backend/kernels/contract.py and expert_plan.py. Graphs take these in this order: a new input is a field here
     and of the micro-batch, and is named again only by the cell that reads it.
@@ -41,6 +41,7 @@ class StageInputs(NamedTuple):
     home: Any
     by_expert: Any
     as_arrived: Any
+    balance: Any
 
 
 # The inputs of layers with experts, which follow those of all layers.

@@ -59,7 +59,8 @@ class MoeConfig:
     A token's results are summed, each times its score: the softmax or the sigmoid of the router's logits, with
     `renormalise` divided by the sum of the chosen ones', times `scaling`. Of experts in `groups`, those of the
     `groups_taken` best groups can be chosen. `has_bias`: a bias is added to scores for the choice alone. An expert that
-    all tokens pass is `shared_inner` wide; 0 where there is none.
+    all tokens pass is `shared_inner` wide; 0 where there is none. `balance_coef` is that of the loss that balances
+    experts while they are trained (Balance in moe.py).
     """
 
     num_experts: int
@@ -72,6 +73,7 @@ class MoeConfig:
     groups_taken: int = 1
     scaling: float = 1.0
     has_bias: bool = False
+    balance_coef: float = 0.0
 
     @property
     def active_inner(self) -> int:
@@ -130,6 +132,10 @@ class DecoderConfig:
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
     raw: Mapping[str, Any]
+
+    def balanced(self, coef: float) -> DecoderConfig:
+        """Returns the same, whose experts are balanced while they are trained; itself without experts."""
+        return self if self.moe is None else replace(self, moe=replace(self.moe, balance_coef=coef))
 
     def moe_of(self, layer: int) -> MoeConfig | None:
         """Returns the experts of a layer that has some."""

@@ -198,14 +198,43 @@ def merge_routes(by_rank: Iterable[Mapping[int, np.ndarray]]) -> dict[int, np.nd
     return merged
 
 
-def load_of_fullest(routes: Mapping[int, np.ndarray], num_experts: int) -> float:
-    """Returns how many tokens the fullest expert of any layer has, as a multiple of its layer's mean: 1 or more.
+def load_by_expert(routes: Iterable[np.ndarray], layers: int, num_experts: int) -> np.ndarray:
+    """Counts each expert's tokens in samples with `routes` [tokens, L, K]: int64 [L, E].
 
-    A prompt counts with each of its samples.
+    A prompt counts with each of its samples, so that packing changes nothing.
     """
-    layers = np.moveaxis(np.concatenate(list(routes.values())), 1, 0)
-    counts = np.stack([np.bincount(own[own >= 0], minlength=num_experts) for own in layers])
-    return float((counts.max(1) / np.maximum(counts.mean(1), 1.0 / num_experts)).max())
+    load = np.zeros(layers * num_experts, np.int64)
+    first = np.arange(layers)[:, None] * num_experts
+    for own in routes:
+        load += np.bincount((own + first)[own >= 0], minlength=load.size)
+    return load.reshape(layers, num_experts)
+
+
+def load_of_fullest(load: np.ndarray) -> float:
+    """Returns how many tokens the fullest expert of any layer has, as a multiple of its layer's mean: 1 or more."""
+    return float((load.max(1) / np.maximum(load.mean(1), 1.0 / load.shape[1])).max())
+
+
+def balance_factors(load: np.ndarray, per_token: int, coef: float) -> np.ndarray:
+    """Returns float32 [L, E], factors of experts' probabilities, summed over tokens, in a loss that balances experts.
+
+    The loss of a layer is coef E sum_e f_e P_e, f_e the share of T tokens that are sent to e and P_e the mean of e's
+    probability, over all samples of an update (arXiv:2101.03961, equation 4). `load` [L, E] is load_by_expert of them.
+    """
+    tokens = load.sum(1, keepdims=True) / per_token
+    return (coef * load.shape[1] * load / np.maximum(tokens, 1) ** 2).astype(np.float32)
+
+
+def balance(batch: MicroBatch, factors: np.ndarray, share: TokenShare = ALL_TOKENS) -> np.ndarray:
+    """Returns float32 [L, N + E]: how many samples each of a micro-batch's tokens, or of a share of them, is of; and
+    the `factors` [L, E]."""
+    whole = np.zeros(batch.positions.shape, np.float32)
+    for number, row in enumerate(batch.rows):
+        for placed in row:
+            whole[number, placed.inputs] += 1
+    own = np.take_along_axis(whole, batch.own_columns, 1).reshape(-1)
+    repeats = own[share.within(own.size)]
+    return np.concatenate([np.tile(repeats, (len(factors), 1)), factors], 1)
 
 
 def routes_of(
@@ -223,6 +252,10 @@ def routes_of(
     return np.ascontiguousarray(np.moveaxis(own[share.within(len(own))], 1, 0))
 
 
-def with_plan(batch: MicroBatch, routes: np.ndarray, plan: ExpertPlan) -> MicroBatch:
+def with_plan(
+    batch: MicroBatch, routes: np.ndarray, plan: ExpertPlan, balance: np.ndarray | None = None
+) -> MicroBatch:
     """Returns the micro-batch with the routes [L, N, K] of its tokens and the plan of them."""
-    return replace(batch, routes=routes, **plan._asdict())
+    if balance is None:
+        balance = np.zeros((len(routes), 1), np.float32)
+    return replace(batch, routes=routes, balance=balance, **plan._asdict())

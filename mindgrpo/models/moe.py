@@ -46,11 +46,15 @@ class MixtureOfExperts(nn.Cell):
         elif shard.expert_groups["ep", "emp"].size > 1:
             self.experts = SpreadExperts(shard, experts)
         self.take = shard.cell(kernels.take_rows)
+        self.balances = reads_plan and not chooses and moe.balance_coef > 0
+        self.balance = shard.cell(Balance)
 
     def construct(self, x: Any, plan: Any) -> Any:
         gate = self.exact_gate(self.gate)
         if self.reads_plan:
-            routes, order, counts, home, by_expert, as_arrived = plan
+            routes, order, counts, home, by_expert, as_arrived, balance = plan
+            if self.balances:
+                x, gate = self.balance(x, gate, balance)
             y = self.experts(self.take(x, order, home), counts, by_expert, as_arrived)
         else:
             routes = self.chosen(x, gate)
@@ -64,6 +68,42 @@ class MixtureOfExperts(nn.Cell):
         """Returns the router's choice."""
         bias = self.bias.astype(ms.float32)
         return self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
+
+
+class Balance(nn.Cell):
+    """(x_NH, the router's weight [H, E], b float32 [N + E]) -> x and the weight, with a gradient of their own beside.
+
+    It is that of sum_ne b_n p_ne b_(N + e), where p [N, E] is the softmax of the router's logits: of a loss that
+    balances experts (arXiv:2101.03961, equations 4 to 6), in which the load is a constant (expert_plan.balance).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax, self.matmul = ops.Softmax(), ops.MatMul()
+        self.to_weight, self.to_x = ops.MatMul(transpose_a=True), ops.MatMul(transpose_b=True)
+        self.cast, self.slice, self.reshape = ops.Cast(), ops.StridedSlice(), ops.Reshape()
+        self.mul, self.sub, self.add, self.sum = (
+            ops.Mul(),
+            ops.Sub(),
+            ops.Add(),
+            ops.ReduceSum(True),
+        )
+        self.zeros = ops.ZerosLike()
+
+    def construct(self, x: Any, weight: Any, balance: Any) -> Any:
+        return x, weight
+
+    def bprop(self, x: Any, weight: Any, balance: Any, out: Any, dout: Any) -> Any:
+        (count, _), (_, experts) = x.shape, weight.shape
+        exact, of_experts = self.cast(x, ms.float32), self.cast(weight, ms.float32)
+        p = self.softmax(self.matmul(exact, of_experts))
+        repeats = self.reshape(self.slice(balance, (0,), (count,), (1,)), (count, 1))
+        factors = self.slice(balance, (count,), (count + experts,), (1,))
+        dp = self.mul(repeats, self.reshape(factors, (1, experts)))
+        dlogits = self.mul(p, self.sub(dp, self.sum(self.mul(p, dp), 1)))
+        dx = self.cast(self.to_x(dlogits, of_experts), x.dtype)
+        dweight = self.cast(self.to_weight(exact, dlogits), weight.dtype)
+        return self.add(dout[0], dx), self.add(dout[1], dweight), self.zeros(balance)
 
 
 class Experts(nn.Cell):

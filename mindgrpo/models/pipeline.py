@@ -35,8 +35,11 @@ from mindgrpo.models.expert_plan import (
     ExpertSpread,
     ReplayedRoutes,
     TokenShare,
+    balance,
+    balance_factors,
     capacity,
     count_choices,
+    load_by_expert,
     load_of_fullest,
     merge_routes,
     plan_experts,
@@ -287,7 +290,7 @@ class ForwardPipeline:
             own = routes_by_sample(batches, routes, self._token_share)
             by_rank = self.same_layers.gather_objects(own)
             packed.routes = merge_routes(by_rank)
-            packed.expert_load = load_of_fullest(packed.routes, moe.num_experts)
+            packed.expert_load = load_of_fullest(self.load(packed))
         return results
 
     def takes_routes(self, packed: PackedRollout) -> bool:
@@ -298,8 +301,19 @@ class ForwardPipeline:
         if packed.routes is None:
             packed.routes = ReplayedRoutes(routes, self.expert_layers) if self.expert_layers else {}
             if packed.routes:
-                packed.expert_load = load_of_fullest(packed.routes, moe.num_experts)
+                packed.expert_load = load_of_fullest(self.load(packed))
         return True
+
+    def load(self, packed: PackedRollout, members: Sequence[int] | None = None) -> np.ndarray:
+        """Returns load_by_expert of `members` (None: all samples), whose routes are known; the ranks that have the same
+        layers together, each of which counts a part of the samples."""
+        moe, group = self.shard.config.moe, self.same_layers
+        assert moe is not None and group is not None and packed.routes is not None
+        samples = list(packed.routes if members is None else members)[group.index :: group.size]
+        own = load_by_expert(
+            (packed.routes[i] for i in samples), len(self.expert_layers), moe.num_experts
+        )
+        return np.sum(group.gather_objects(own), 0)
 
     def replay(
         self, batches: Sequence[MicroBatch], packed: PackedRollout
@@ -312,10 +326,17 @@ class ForwardPipeline:
                 packed.choices += count_choices(own, batch.routes)
         return results
 
-    def planned(self, batches: Sequence[MicroBatch], packed: PackedRollout) -> Sequence[MicroBatch]:
+    def planned(
+        self,
+        batches: Sequence[MicroBatch],
+        packed: PackedRollout,
+        members: Sequence[int] | None = None,
+        scale: float = 1.0,
+    ) -> Sequence[MicroBatch]:
         """Returns the micro-batches with plans of the routes that are recorded; where none are, `batches`.
 
-        All ranks that share experts together.
+        All ranks that share experts together. With `members`, the samples of an update, experts are balanced, by a loss
+        `scale` times as large.
         """
         moe = self.shard.config.moe
         if not packed.routes or moe is None:
@@ -330,7 +351,17 @@ class ForwardPipeline:
             sent = np.stack(group.gather_objects(counts))
             rows = capacity(sent, spread, routes[0][0].size)
             plans = [plan_spread(own, sent[:, i], spread, rows) for i, own in enumerate(routes)]
-        return list(map(with_plan, batches, routes, plans))
+        balances: list[np.ndarray | None] = [None] * len(batches)
+        if members is not None and moe.balance_coef > 0:
+            load = self.load(packed, members)
+            coef = (
+                moe.balance_coef
+                * scale
+                / sum(kind.has_experts for kind in self.shard.config.layers)
+            )
+            factors = balance_factors(load, moe.per_token, coef)
+            balances = [balance(batch, factors, self._token_share) for batch in batches]
+        return list(map(with_plan, batches, routes, plans, balances))
 
 
 def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:

@@ -37,10 +37,13 @@ def layout_of(
     return Layout.of(mesh, specs, offset, splits_tokens, degrees.num_chunks)
 
 
-def generating_layout(config: Config, model: DecoderConfig) -> Layout:
-    """Lays out the generator's model, of which vLLM's workers have columns of each expert. Raises UserError."""
+def generating_layout(
+    config: Config, model: DecoderConfig, degrees: ParallelConfig | None = None
+) -> Layout:
+    """Lays out the generator's model by `degrees`, those of its section by default; vLLM's workers have columns of each
+    expert. Raises UserError."""
     generate, where = config.generate_config, "generate_config.parallel_config"
-    layout = layout_of(generate.parallel_config, model, where=where)
+    layout = layout_of(degrees or generate.parallel_config, model, where=where)
     if not generate.uses_vllm:
         return layout
     if model.latent is not None:
@@ -54,12 +57,6 @@ def generating_layout(config: Config, model: DecoderConfig) -> Layout:
         raise UserError(
             f"{where}.expert_parallel is {layout.mesh.ep}, but vLLM (generate_config.use_vllm) cuts each expert over "
             "its workers; leave it at 1."
-        )
-    if config.rl_config.router_replay:
-        raise UserError(
-            "rl_config.router_replay is true, but the experts that vLLM (generate_config.use_vllm) chose for a token "
-            "are not handed back; set it to false to train with those that a forward pass before the update chooses, "
-            "or generate_config.use_vllm to 0."
         )
     mesh = replace(layout.mesh, emp=layout.mesh.mp)
     check_experts(mesh, model, splits_tokens=False, where=where)
@@ -103,6 +100,34 @@ def check_experts(mesh: Mesh, model: DecoderConfig, splits_tokens: bool, where: 
         raise UserError(
             f"{where}.model_parallel is {mesh.mp}, but models with experts ({model.model_type}) share out their tokens "
             f"over these ranks; set {where}.use_seq_parallel to true, or model_parallel to 1."
+        )
+
+
+def check_routing(config: Config, model: DecoderConfig) -> None:
+    """Raises UserError where experts are to be trained by what the engine or the model does not have."""
+    rl, moe = config.rl_config, model.moe
+    if moe is not None and config.generate_config.uses_vllm and rl.router_replay:
+        raise UserError(
+            "rl_config.router_replay is true, but the experts that vLLM (generate_config.use_vllm) chose for a token "
+            "are not handed back; set it to false to train with those that a forward pass before the update chooses, "
+            "or generate_config.use_vllm to 0."
+        )
+    if rl.router_aux_loss_coef > 0 and (moe is None or moe.scores != "softmax"):
+        has = "have no experts" if moe is None else "score experts one by one, without a softmax"
+        raise UserError(
+            f"rl_config.router_aux_loss_coef is {rl.router_aux_loss_coef:g}, but models of type {model.model_type} "
+            f"{has}; set it to 0."
+        )
+    rate = rl.moe_router_bias_update_rate
+    if rate > 0 and (moe is None or not moe.has_bias):
+        raise UserError(
+            f"rl_config.moe_router_bias_update_rate is {rate:g}, but models of type {model.model_type} choose no "
+            "experts by a bias; set it to 0."
+        )
+    if rate > 0 and config.actor_config.lora.rank is not None:
+        raise UserError(
+            f"rl_config.moe_router_bias_update_rate is {rate:g}, but with adapters (actor_config.lora.rank) the "
+            "model's own numbers stay as they are; set it to 0 or leave actor_config.lora out."
         )
 
 

@@ -39,7 +39,13 @@ from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
-from mindgrpo.plan.role_layouts import check_positions, fits, generating_layout, layout_of
+from mindgrpo.plan.role_layouts import (
+    check_positions,
+    check_routing,
+    fits,
+    generating_layout,
+    layout_of,
+)
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
@@ -389,6 +395,7 @@ def plan_run(
     for own in filter(None, (model, teacher)):
         check_positions(config, own)
     # These refuse what the run cannot have.
+    check_routing(config, model)
     plain_kernels(config)
     is_batch_invariant(config, model)
     group = config.rl_config.num_generations

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
@@ -19,6 +21,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.pipeline import forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
+from mindgrpo.weights.expert_files import BIAS, addends
 from mindgrpo.weights.local_weights import Weights
 
 
@@ -41,6 +44,7 @@ class UpdateSettings:
     keeps_entropies: bool = False
     # Over the ranks that train the same parameters.
     shards_optimizer: bool = False
+    bias_update_rate: float = 0.0  # of routers
 
 
 class Policy:
@@ -163,6 +167,24 @@ class Policy:
         self.updates += 1
         self.optimizer.step(self.updates, lr, scale)
         self.version += 1
+
+    def move_biases(self, load: np.ndarray) -> None:
+        """Moves the biases that experts are chosen with towards an even load (arXiv:2408.15664, algorithm 1).
+
+        `load` [L, E] counts the tokens of each expert, in the stage's layers that have some, over the whole update.
+        """
+        steps = self.settings.bias_update_rate * np.sign(load.mean(1, keepdims=True) - load)
+        layers, chunks = self.shard.config.layers, self.shard.chunks
+        with_experts = [i for own in chunks for i in own.layers if layers[i].has_experts]
+        names = [f"model.layers.{index}.mlp.{BIAS}" for index in with_experts]
+        # The trained weights have all of it, masters perhaps some rows.
+        with self.weights.on_host() as own:
+            before = [own.hf_views[name].astype(np.float32).sum(0) for name in names]
+        moved = dict(zip(names, map(addends, before + steps.astype(np.float32)), strict=True))
+        for weights in (self.weights, self.masters) if self.has_masters else (self.weights,):
+            with weights.on_host(write=True) as host:
+                for name in weights.boxes.keys() & moved:
+                    host.hf_views[name][...] = moved[name][weights.boxes[name].slices]
 
     def clear_gradients(self) -> None:
         self.optimizer.clear_gradients()

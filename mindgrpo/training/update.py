@@ -59,7 +59,8 @@ def accumulate_gradients(
         shape = shapes.choose(packed, mesh.dp, samples)
         micro_batches = packed.micro_batches(shape, mesh.dp, share, samples, part)
         if samples is with_gradient:
-            planned = policy.pipeline.planned(micro_batches, packed)
+            scale = policy.settings.loss_scale
+            planned = policy.pipeline.planned(micro_batches, packed, samples, scale)
             results = _backward(policy, batch, planned, weights)
         else:
             results = policy.pipeline.replay(micro_batches, packed)
@@ -138,6 +139,9 @@ def _split(
     time.
     """
     everybody = list(members)
+    moe = policy.shard.config.moe
+    if moe is not None and moe.balance_coef > 0:
+        return everybody, []
     has_gradient = losses.has_gradient(batch.loss_advantages, weights, policy.settings.loss_config)
     kept = [i for i in everybody if has_gradient[i]]
     rest = [i for i in everybody if not has_gradient[i]]
@@ -271,6 +275,8 @@ def update(
             policy.clear_gradients()
             raise
     policy.apply(norm, lr)
+    if settings.bias_update_rate > 0 and packed.routes:
+        policy.move_biases(policy.pipeline.load(packed, members))
     return report
 
 

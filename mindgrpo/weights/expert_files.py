@@ -100,14 +100,21 @@ def _renamed(name: str, own: Sequence[TensorSlice]) -> dict[str, Sequence[Tensor
     }
 
 
+def addends(bias: NDArray[Any]) -> NDArray[Any]:
+    """Returns float32 [ADDENDS, experts], numbers of bfloat16 whose sums are the `bias` float32 [experts]."""
+    made = []
+    for _ in range(ADDENDS):
+        made.append(bias.astype(numpy_dtype("bfloat16")).astype(np.float32))
+        bias = bias - made[-1]
+    return np.stack(made)
+
+
 def _addend_of(tensor: ModelTensor, index: int) -> TensorSlice:
     """Returns row `index` of the parameter [ADDENDS, experts] whose rows sum up to `tensor` [experts]."""
 
     def values() -> NDArray[Any]:
-        rest = ModelFiles(tensor.file, {BIAS: tensor}).read(BIAS)
-        for _ in range(index):
-            rest -= rest.astype(numpy_dtype("bfloat16")).astype(np.float32)
-        return rest.astype(numpy_dtype("bfloat16")).astype(np.float32)
+        own: NDArray[Any] = addends(ModelFiles(tensor.file, {BIAS: tensor}).read(BIAS))[index]
+        return own
 
     box = Box((index, 0), (index + 1, *tensor.shape))
     # What cannot be read keeps its dtype, by which it is refused.

@@ -103,6 +103,7 @@ class Recipe:
     model: dict[str, Any]
     num_iterations: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
+    balance_coef: float = 0.0  # of experts
     lora: tuple[int, float] | None = None  # rank and alpha
     loss_config: dict[str, Any] = field(default_factory=dict)
     advantages: dict[str, Any] = field(default_factory=dict)
@@ -143,7 +144,9 @@ RECIPES = {
     # Its distributions are sharp: with more stop ids some completions end early.
     "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
     # The second iteration computes the experts of before the first one.
-    "experts": Recipe(QWEN3_MOE, num_iterations=2, sampling={"stop_ids": tuple(range(12))}),
+    "experts": Recipe(
+        QWEN3_MOE, num_iterations=2, sampling={"stop_ids": tuple(range(12))}, balance_coef=0.1
+    ),
     "low rank": Recipe(QWEN2, lora=(3, 6.0)),
     # Distilled from a smaller model as well.
     "dapo": Recipe(

@@ -94,7 +94,8 @@ class Run:
         self.case, self.backend = case, backend
         backend.kernels.batch_invariant = case.batch_invariant
         self.recipe = c.RECIPES[case.recipe]
-        self.config = decoder_config(self.recipe.model, "the test's model")
+        config = decoder_config(self.recipe.model, "the test's model")
+        self.config = config.balanced(self.recipe.balance_coef)
         ep, emp = case.experts
         mesh = replace(Mesh(*case.train), ep=ep, emp=emp)
         self.train = layout_of(self.config, mesh, case.splits_tokens, case.chunks)

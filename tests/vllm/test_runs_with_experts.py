@@ -1,10 +1,13 @@
-"""Models with experts: the names by which vLLM gets their weights, and a whole run with real vLLM on one rank.
+"""Models with experts: the names by which vLLM gets their weights, a whole run and an evaluation with real vLLM.
 
-Of Mixtral the names only. Does not prove anything of several workers of an engine, which cut each expert.
+On one rank, of Mixtral the names only. Does not prove anything of several workers of an engine, which cut each expert.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +70,24 @@ def test_a_run_has_the_trainers_log_probs_before_and_after_updates(
     assert len(steps) == 2
     assert all(step["logprob_gap/max"] < 1e-5 and step["grad_norm"] > 0 for step in steps)
     assert all(step["moe/routes_replayed"] == 0.0 for step in steps)
+
+
+@needs_vllm
+def test_an_evaluation_finds_what_the_embedded_generator_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with rl_config.router_replay, its default, which is nothing to an evaluation."""
+    for key, value in fields("qwen3_moe").items():
+        monkeypatch.setitem(small_runs.MODEL, key, value)
+    small_runs.make_inputs(tmp_path)
+    words = ["--config", str(tmp_path / "small.yaml"), *small_runs.reward_words(tmp_path)]
+    words += ["--model", str(tmp_path / "model"), "--rl_config.eval_modes=greedy"]
+    words += ["--rl_config.eval_dataset_file", str(tmp_path / "train.jsonl")]
+    found = []
+    for workers in (0, 1):
+        kept = tmp_path / f"answers{workers}.jsonl"
+        command = [sys.executable, "-m", "mindgrpo", "eval", *words, "--completions", str(kept)]
+        subprocess.run([*command, f"--generate_config.use_vllm={workers}"], check=True, timeout=400)
+        found.append([json.loads(line) for line in kept.read_text().splitlines()])
+    assert len(found[0]) == small_runs.EVAL_SAMPLES
+    assert found[0] == found[1]
