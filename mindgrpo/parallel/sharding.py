@@ -40,7 +40,7 @@ class Split:
     unit: int = 1
     replicate: bool = False
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         return tuple(self.axis.split("+"))
 
@@ -82,7 +82,7 @@ class ParameterSpec:
                     f"no multiple of its head size {split.unit}; correct head_dim in config.json."
                 )
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """Lists the axes that it is split over."""
         return tuple(dict.fromkeys(axis for split in self.splits for axis in split.axes))
@@ -275,9 +275,9 @@ class Layout:
         layers = [spec.position for spec in specs if isinstance(spec.position, int)]
         num_layers = max(layers, default=0) + 1
         stage_layers = layers_of_stage(num_layers, mesh.pp, offset, pp_interleave_num)
-        for spec in specs:
-            local_shape(spec, mesh)
-        return cls(mesh, specs, stage_layers, splits_tokens)
+        layout = cls(mesh, specs, stage_layers, splits_tokens)
+        _ = layout.local_sizes
+        return layout
 
     @cached_property
     def by_name(self) -> dict[str, ParameterSpec]:
@@ -291,6 +291,22 @@ class Layout:
             for layers in chunks
             for layer in layers
         }
+
+    @cached_property
+    def local_sizes(self) -> dict[str, int]:
+        """Counts the elements to allocate for each parameter on a rank, with the padding of short shares.
+
+        Raises UserError where the mesh would cut heads.
+        """
+        # Layers repeat, so that most are known.
+        known: dict[tuple[object, ...], int] = {}
+        sizes = {}
+        for spec in self.specs:
+            rule = (spec.shape, spec.splits, spec.window)
+            if rule not in known:
+                known[rule] = prod(local_shape(spec, self.mesh))
+            sizes[spec.name] = known[rule]
+        return sizes
 
     @property
     def token_shares(self) -> int:
@@ -326,9 +342,8 @@ class Layout:
         """Counts the elements that a rank of each stage has, with the padding of short shares."""
         sizes = [0] * len(self.stage_layers)
         for spec in self.specs:
-            size = prod(local_shape(spec, self.mesh))
             for stage in self.stages_of(spec.name):
-                sizes[stage] += size
+                sizes[stage] += self.local_sizes[spec.name]
         return tuple(sizes)
 
     @property

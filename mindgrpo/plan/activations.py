@@ -441,12 +441,13 @@ def _chunks(plan: RunPlan, stage: int) -> list[ChunkLayers]:
 
 def _gradients(plan: RunPlan) -> Mapping[int | str, int]:
     """Returns the bytes of a rank's float32 gradients by their parameters' positions in the model."""
-    specs: Sequence = plan.train.specs
+    specs, sizes = plan.train.specs, plan.train.local_sizes
     if plan.lora is not None:
         specs = adapter_specs(specs, plan.lora)
+        sizes = {spec.name: math.prod(local_shape(spec, plan.train.mesh)) for spec in specs}
     by_position: dict[int | str, int] = {}
     for spec in specs:
-        size = FLOAT * math.prod(local_shape(spec, plan.train.mesh))
+        size = FLOAT * sizes[spec.name]
         by_position[spec.position] = by_position.get(spec.position, 0) + size
     return by_position
 

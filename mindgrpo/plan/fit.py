@@ -155,6 +155,7 @@ def _needs_with(loaded: Loaded, plan: RunPlan, chosen: Sequence[Change]) -> list
         )
     except UserError:
         return []
+    new.take_reshard(plan)
     before, after = ((p.batch.samples_per_step, p.batch.updates_per_step) for p in (plan, new))
     return phase_needs(new) if before == after else []
 

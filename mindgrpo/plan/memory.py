@@ -22,7 +22,7 @@ from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import DENSE_DATA
-from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.activations import activation_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
@@ -153,7 +153,7 @@ def _largest(layout: Layout) -> int:
     """Counts the elements of a rank's largest stored tensor."""
     sizes: Counter[str] = Counter()
     for spec in layout.specs:
-        sizes[spec.key] += math.prod(local_shape(spec, layout.mesh))
+        sizes[spec.key] += layout.local_sizes[spec.name]
     return max(sizes.values())
 
 

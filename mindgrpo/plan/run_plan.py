@@ -98,6 +98,17 @@ class RunPlan:
             target = target.whole_on(target.mesh.first_ranks)
         return plan_reshard(self.train, target, self._itemsize)
 
+    def take_reshard(self, other: RunPlan) -> None:
+        """Takes over what `other` has planned between the same layouts: it takes longer than all else of a plan."""
+        if "reshard" not in vars(other):
+            return
+        ours, theirs = (
+            (plan.train, plan.infer, plan._itemsize, plan.config.generate_config.uses_vllm)
+            for plan in (self, other)
+        )
+        if ours == theirs:
+            vars(self)["reshard"] = other.reshard
+
     @property
     def export_dtype(self) -> Dtype:
         """Returns the dtype of the model's files."""
