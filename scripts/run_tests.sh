@@ -32,6 +32,8 @@ make_vllm
 # Compiling allocates many small blocks, of which a thread of glibc keeps 7 of a size by itself: with more, it takes a
 # twentieth less time.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_count=2000:glibc.malloc.tcache_max=1032}"
+# Tests start hundreds of Pythons: each would compile what it imports, an engine all of vLLM and torch.
+unset PYTHONDONTWRITEBYTECODE
 # Last, so that pytest's closing line is the last line.
 check "$MINDGRPO_PYTHON" -m pytest -q tests -n 3 --no-loadscope-reorder "$@"
 exit "$status"
