@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.config import load_config
+from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm, as_sample
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.rewards.builtin.accuracy import accuracy_reward
 from mindgrpo.tools.builtin import calculator
@@ -78,31 +79,29 @@ def test_only_what_calls_with_the_question_earns_the_reward(make_products: Modul
 
 
 def test_conversations_are_what_the_committed_template_renders(make_products: ModuleType) -> None:
-    conversations = script("pretrain").Conversations(load_tokenizer(EXAMPLE / "model"), 0)
-    rollout = conversations.rollout((1.0, 0.0, 0.0))
     tokenizer = load_tokenizer(EXAMPLE / "model")
-    schemas = [tool.schema() for tool in load_tools(["calculator"])]
-    for prompt, ids, mask in zip(
-        rollout.prompt_ids, rollout.completion_ids, rollout.action_mask, strict=True
-    ):
-        text = tokenizer.decode(np.concatenate([prompt, ids]).tolist(), False)
-        question = re.search(r"user\n(.*?)<\|im_end\|>", text)
-        (call,) = re.findall(r"<tool_call>.*</tool_call>", text)
-        answer = re.findall(r"tool\n(\d+)<\|im_end\|>", text)[-1]
-        assert question is not None
-        whole = tokenizer.render(
-            [
-                {"role": "user", "content": question[1]},
-                {"role": "assistant", "content": call},
-                {"role": "tool", "name": "calculator", "content": answer},
-                {"role": "assistant", "content": answer},
-            ],
-            False,
-            tools=schemas,
-        )
-        assert whole.removesuffix("\n") == text
-        written = tokenizer.decode(ids[mask].tolist(), False)
-        assert written == f"{call}<|im_end|>{answer}<|im_end|>"
+    (row, *_) = script("pretrain").stage(1, (1.0, 0.0, 0.0), random.Random(0)).rows
+    fitted = SupervisedForm(tokenizer, 128).fit(SupervisedRowForm().example(row, "here"))
+    assert fitted is not None
+    sample = as_sample(0, np.array(fitted.ids, np.int32))
+    text = tokenizer.decode(np.concatenate([sample.prompt, sample.tokens]).tolist(), False)
+    question = re.search(r"user\n(.*?)<\|im_end\|>", text)
+    (call,) = re.findall(r"<tool_call>.*</tool_call>", text)
+    answer = re.findall(r"tool\n(\d+)<\|im_end\|>", text)[-1]
+    assert question is not None
+    whole = tokenizer.render(
+        [
+            {"role": "user", "content": question[1]},
+            {"role": "assistant", "content": call},
+            {"role": "tool", "name": "calculator", "content": answer},
+            {"role": "assistant", "content": answer},
+        ],
+        False,
+        tools=[tool.schema() for tool in load_tools(["calculator"])],
+    )
+    assert whole.removesuffix("\n") == text
+    written = tokenizer.decode(sample.tokens[sample.action_mask].tolist(), False)
+    assert written == f"{call}<|im_end|>{answer}<|im_end|>"
 
 
 def test_the_configuration_loads_and_leaves_room_for_a_call_and_an_answer() -> None:

@@ -1,99 +1,131 @@
-"""Supervised training of the examples' small models, in one process: the policy's own update, every advantage 1."""
+"""Trains the examples' small models from nothing: a random model, then `mindgrpo sft` stage by stage."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
-from collections.abc import Callable
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.algorithm.schedule import learning_rate
-from mindgrpo.backend.connect import connect
-from mindgrpo.backend.targets import SHARED_MEMORY
-from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.parallel.mesh import Mesh
-from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.optimizer import AdamWSettings
-from mindgrpo.training.policy import Policy, UpdateSettings
-from mindgrpo.training.update import update
 from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.model_files import SafetensorsWriter
-from mindgrpo.weights.pretrained import fill_random
+from mindgrpo.weights.pretrained import generator_of
 
-# Packed rows a step, and tokens a row; samples may take so much of them.
-ROWS, ROW_LENGTH = 32, 128
-TOKENS_A_STEP = int(ROWS * ROW_LENGTH * 0.85)
+ROWS_A_STEP, ROW_LENGTH, ROWS_A_MICRO_BATCH = 76, 128, 32
+SCALE, WARMUP = 0.04, 50
 # In models with experts: random attention gives all tokens of a text the same mean, by which routers of later layers
 # would choose the same experts for all of them, and nothing here balances experts.
 WRITE_NOTHING_AT_FIRST = ("o_proj.weight", "down_proj.weight")
 
-
-def new_policy(model: dict[str, Any], seed: int) -> Policy:
-    """With random weights; `model` is the content of config.json."""
-    config = decoder_config(model, "the example's warm start")
-    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
-    settings = UpdateSettings(
-        shape=MicroShape(ROWS, ROW_LENGTH),
-        num_positions=ROW_LENGTH,
-        temperature=1.0,
-        recompute=KEEP_ALL,
-        # Every token alike: weighing samples alike would teach the short careless answers most.
-        loss_config=LossConfig(loss_type="bnpo", beta=0.0),
-        max_grad_norm=1.0,
-        adamw=AdamWSettings(0.9, 0.98, 1e-8, 0.01),
-    )
-    policy = Policy(config, layout, connect(SHARED_MEMORY, dict(os.environ)), settings)
-    fill_random(policy.weights, seed, 0.04)
-    if config.moe is not None:
-        with policy.weights.on_host(write=True) as full:
-            for name, matrix in full.hf_views.items():
-                if name.endswith(WRITE_NOTHING_AT_FIRST):
-                    matrix[...] = 0
-    return policy
+Rows = Sequence[Mapping[str, Any]]
 
 
-def train(policy: Policy, rollout_of: Callable[[int], Rollout], steps: int, peak: float) -> None:
-    """`rollout_of` gives what step number `step`, from 0, learns to write; `peak` is the largest learning rate.
+@dataclass(frozen=True)
+class Stage:
+    """Rows as `mindgrpo sft` reads them, and the number of steps that learn from them."""
 
-    Prints, of a model with experts, the tokens of the fullest one as a multiple of its layer's mean.
-    """
-    started = time.time()
-    for step in range(steps):
-        rollout = rollout_of(step)
-        batch = TrainBatch(rollout, np.ones(len(rollout), np.float32))
-        lr = learning_rate(step, "cosine", peak, peak / 100, 50, steps)
-        report = update(policy, batch, PackedRollout(rollout), range(len(batch)), lr)
-        if step % 20 == 0 or step == steps - 1:
-            masks = rollout.action_mask
-            nll = -np.concatenate([logps[masks[i]] for i, logps in report.logps.items()]).mean()
-            load = "" if report.expert_load is None else f" load {report.expert_load:.2f}"
-            said = f"step {step} nll {nll:.4f} norm {report.grad_norm:.2f}{load}"
-            print(f"{said} {time.time() - started:.0f} s", flush=True)
+    rows: Rows
+    steps: int
 
 
-def write_model(policy: Policy, model: dict[str, Any], directory: Path) -> None:
-    """config.json and model.safetensors, in the dtype that config.json names."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob("*.safetensors"):
-        old.unlink()
-    tensors = file_tensors(
-        {spec.name: spec.shape for spec in policy.weights.layout.specs}, "per_expert"
-    )
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    with (
-        SafetensorsWriter(directory, shapes, dtype=model["torch_dtype"]) as writer,
-        policy.weights.on_host() as full,
-    ):
+def write_random_model(model: dict[str, Any], directory: Path, seed: int) -> None:
+    """Writes config.json and float32 weights; `model` is the content of config.json."""
+    directory.mkdir(parents=True)
+    specs = parameter_specs(decoder_config(model, "the example's config.json"))
+    has_experts = any(len(spec.shape) == 3 for spec in specs)
+    values = {}
+    for spec in specs:
+        drawn = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32) * SCALE
+        if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
+            drawn[...] = 1.0
+        elif has_experts and spec.name.endswith(WRITE_NOTHING_AT_FIRST):
+            drawn[...] = 0.0
+        values[spec.name] = drawn
+    tensors = file_tensors({name: drawn.shape for name, drawn in values.items()}, "per_expert")
+    with SafetensorsWriter(directory, {tensor.name: tensor.shape for tensor in tensors}) as writer:
         for tensor in tensors:
-            rows = tensor.rows.made_of(lambda name, box: full.hf_views[name][box.slices])
-            writer.add(tensor.name, rows)
+            writer.add(tensor.name, tensor.rows.made_of(lambda name, box: values[name][box.slices]))
     (directory / "config.json").write_text(json.dumps(model, indent=2) + "\n")
+
+
+def warm_start(
+    model: dict[str, Any],
+    tokenizer: Path,
+    stages: Sequence[Stage],
+    peak: float,
+    seed: int,
+    output: Path,
+) -> None:
+    """Trains a random model stage by stage and writes model.safetensors and config.json to `output`.
+
+    The learning rate rises to `peak` and falls by a cosine over all stages. `tokenizer` is a directory.
+    """
+    total, done = sum(stage.steps for stage in stages), 0
+    with TemporaryDirectory(prefix="mindgrpo-warm-start-") as folder:
+        work = Path(folder)
+        source = work / "random"
+        write_random_model(model, source, seed)
+        for number, stage in enumerate(stages):
+            rows, run = work / f"stage_{number}.jsonl", work / f"stage_{number}"
+            rows.write_text("".join(json.dumps(row) + "\n" for row in stage.rows))
+            lr = learning_rate(max(done, WARMUP), "cosine", peak, peak / 100, WARMUP, total)
+            values = {
+                "rl_config": {
+                    "dataset_file": str(rows),
+                    "tokenizer_dir": str(tokenizer),
+                    "max_steps": stage.steps,
+                    "prompts_per_step": ROWS_A_STEP,
+                    "seq_length": ROW_LENGTH,
+                    "batch_size": ROWS_A_MICRO_BATCH,
+                    "seed": seed,
+                    "tensorboard": False,
+                },
+                "actor_config": {
+                    "load": str(source),
+                    "optimizer": {"adam_beta2": 0.98, "weight_decay": 0.01},
+                    "lr_schedule": {
+                        "lr_decay_style": "cosine",
+                        "lr": lr,
+                        "min_lr": peak / 100,
+                        "warmup_step": 0 if done else min(WARMUP, stage.steps - 1),
+                        "decay_steps": total - done,
+                    },
+                },
+                "monitor_config": {"report": False},
+            }
+            config = work / f"stage_{number}.yaml"
+            config.write_text(json.dumps(values))  # JSON is YAML
+            run_verb("sft", "--config", str(config), "--output_dir", str(run))
+            source, done = run / "hf", done + stage.steps
+        made = work / "made"
+        dtype = str(model["torch_dtype"])
+        run_verb("export", "--from", str(source), "--output", str(made), "--dtype", dtype)
+        output.mkdir(parents=True, exist_ok=True)
+        for old in output.glob("*.safetensors"):
+            old.unlink()
+        shutil.copyfile(made / "model.safetensors", output / "model.safetensors")
+    (output / "config.json").write_text(json.dumps(model, indent=2) + "\n")
+
+
+def run_verb(*words: str) -> None:
+    """Runs `mindgrpo` with `words`, and ends this program where it fails."""
+    ended = subprocess.run([sys.executable, "-m", "mindgrpo", *words])
+    if ended.returncode:
+        sys.exit(ended.returncode)
+
+
+def in_two_stages(steps: int, last_share: float) -> tuple[int, int]:
+    """Splits the steps of a warm start: those of learning, and the last ones."""
+    last = max(1, math.ceil(steps * last_share))
+    return steps - last, last

@@ -33,7 +33,10 @@ COMPLETION_KEYS = ("completion", "response", *ANSWER_KEYS)
 
 @dataclass(frozen=True)
 class SupervisedExample(Example):
-    """`messages` are a whole conversation, of which the assistant's turns from number `first_learned` on are learnt."""
+    """`messages` are a whole conversation, of which the assistant's turns from number `first_learned` on are learnt.
+
+    The column `tools` has the schemas that the template shows.
+    """
 
     first_learned: int = 0
 
@@ -55,7 +58,10 @@ class SupervisedRowForm(RowForm):
             raise UserError(
                 f"{where} has no answer of the assistant to learn; give its conversation one, or leave the row out."
             )
-        return SupervisedExample(messages, "", {}, where, first_learned=first)
+        tools = row.get("tools") or []
+        if not isinstance(tools, list):
+            raise UserError(f'{where}: "tools" is {tools!r:.60}; it must be a list of schemas.')
+        return SupervisedExample(messages, "", {"tools": tools}, where, first_learned=first)
 
     def _conversation(self, row: Row, where: str) -> tuple[tuple[Message, ...], int]:
         question = self._question_key(row)
@@ -100,9 +106,12 @@ class SupervisedForm(PromptForm):
         return Fitted(example, text, tuple(ids))
 
     def render(self, example: Example) -> str:
-        return self.tokenizer.render(
-            self.with_system(example.messages), add_generation_prompt=False
-        )
+        return self._rendered(example, self.with_system(example.messages))
+
+    def _rendered(self, example: Example, messages: Sequence[Message], opens: bool = False) -> str:
+        """Renders `messages`, the first of the example's, up to where the model continues if it `opens` a turn."""
+        variables = {"tools": example.columns["tools"]} if example.columns.get("tools") else {}
+        return self.tokenizer.render(messages, opens, **variables)
 
     def fit(self, example: Example) -> Fitted | None:
         fitted = super().fit(example)
@@ -134,12 +143,12 @@ class SupervisedForm(PromptForm):
             )
         messages = self.with_system(example.messages)
         first = example.first_learned + len(messages) - len(example.messages)
-        whole, done = self.tokenizer.render(messages, add_generation_prompt=False), 0
+        whole, done = self._rendered(example, messages), 0
         for number, message in enumerate(messages):
             if number < first or message["role"] != "assistant":
                 continue
-            before = self.tokenizer.render(messages[:number])
-            turn = self.tokenizer.render(messages[: number + 1], add_generation_prompt=False)
+            before = self._rendered(example, messages[:number], opens=True)
+            turn = self._rendered(example, messages[: number + 1])
             if not whole.startswith(before) or not whole.startswith(turn.rstrip()):
                 raise UserError(
                     f"{example.where}: the chat template does not open turn {number + 1} with what a model is given to "

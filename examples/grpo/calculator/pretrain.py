@@ -14,10 +14,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent
@@ -25,11 +22,8 @@ sys.path[:0] = [str(HERE), str(GRPO), str(GRPO / "tiny_arithmetic")]
 
 from make_products import Product, called, guessed, make_splits, miscalled, sample_product  # noqa: E402
 from make_tokenizer import train_tokenizer, write_company  # noqa: E402
-from supervised import TOKENS_A_STEP, new_policy, train, write_model  # noqa: E402
+from supervised import ROWS_A_STEP, Stage, in_two_stages, warm_start  # noqa: E402
 
-from mindgrpo.algorithm.sample import STOPPED, Rollout, Sample  # noqa: E402
-from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.data.turns import TurnSuffix  # noqa: E402
 from mindgrpo.tools.pool import load_tools  # noqa: E402
 
 MODEL = json.loads((HERE / "model" / "config.json").read_text())
@@ -67,51 +61,20 @@ def make_tokenizer(directory: Path, seed: int) -> None:
     write_company(directory, tokenizer, CHAT_TEMPLATE)
 
 
-class Conversations:
-    """Draws conversations in ids: the prompt, turns, and the suffix that brings a tool's answer."""
-
-    def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
-        schemas = [tool.schema() for tool in load_tools(["calculator"])]
-        self._tokenizer, self._rng, self._schemas = tokenizer, random.Random(seed), schemas
-        self._suffix = TurnSuffix(tokenizer, schemas)
-        self._keep_out = {product.key for product in make_splits()[1]}
-
-    def rollout(self, shares: tuple[float, ...]) -> Rollout:
-        """As many samples as surely fit a step."""
-        prompts, completions, masks, used = [], [], [], 0
-        while True:
-            product = sample_product(self._rng, self._keep_out)
-            question = [{"role": "user", "content": product.question}]
-            text = self._tokenizer.render(question, tools=self._schemas)
-            prompt = np.array(self._tokenizer.encode(text), np.int32)
-            ids, mask = self._turns(product, shares)
-            used += len(prompt) + len(ids)
-            if used > TOKENS_A_STEP:
-                break
-            prompts.append(prompt)
-            completions.append(ids)
-            masks.append(mask)
-        samples = (
-            replace(
-                Sample.drawn(i, prompt, ids, STOPPED, 0, logps=np.zeros(len(ids))), action_mask=mask
-            )
-            for i, (prompt, ids, mask) in enumerate(zip(prompts, completions, masks, strict=True))
-        )
-        return Rollout(tuple(samples), tuple(range(len(prompts))))
-
-    def _turns(self, product: Product, shares: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
-        style = self._rng.choices(STYLES, shares)[0]
-        ids: list[int] = []
-        mask: list[bool] = []
-        for written, answer in style(product, self._rng):
-            own = [*self._tokenizer.encode(written), self._suffix.end_id]
-            context = []
+def stage(steps: int, shares: tuple[float, ...], rng: random.Random) -> Stage:
+    """Draws as many conversations as the steps read."""
+    schemas = [tool.schema() for tool in load_tools(["calculator"])]
+    keep_out = {product.key for product in make_splits()[1]}
+    rows = []
+    for _ in range(steps * ROWS_A_STEP):
+        product: Product = sample_product(rng, keep_out)
+        messages = [{"role": "user", "content": product.question}]
+        for written, answer in rng.choices(STYLES, shares)[0](product, rng):
+            messages.append({"role": "assistant", "content": written})
             if answer is not None:
-                message = {"role": "tool", "name": "calculator", "content": answer}
-                context = self._suffix.ids([message])
-            ids += own + context
-            mask += [True] * len(own) + [False] * len(context)
-        return np.array(ids, np.int32), np.array(mask)
+                messages.append({"role": "tool", "name": "calculator", "content": answer})
+        rows.append({"messages": messages, "tools": schemas})
+    return Stage(rows, steps)
 
 
 def main() -> None:
@@ -122,16 +85,11 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=HERE / "model")
     arguments = parser.parse_args()
     make_tokenizer(arguments.output_dir, arguments.seed)
-    policy = new_policy(MODEL, arguments.seed)
-    write_model(policy, MODEL, arguments.output_dir)  # a tokenizer is read with its config.json
-    conversations = Conversations(load_tokenizer(arguments.output_dir), arguments.seed)
-
-    def rollout_of(step: int) -> Rollout:
-        is_late = step >= arguments.steps * (1 - FINAL_SHARE_OF_STEPS)
-        return conversations.rollout(FINAL if is_late else LEARNING)
-
-    train(policy, rollout_of, arguments.steps, arguments.lr)
-    write_model(policy, MODEL, arguments.output_dir)
+    rng = random.Random(arguments.seed)
+    learning, last = in_two_stages(arguments.steps, FINAL_SHARE_OF_STEPS)
+    stages = [stage(learning, LEARNING, rng), stage(last, FINAL, rng)]
+    output = arguments.output_dir
+    warm_start(MODEL, output, stages, arguments.lr, arguments.seed, output)
 
 
 if __name__ == "__main__":
