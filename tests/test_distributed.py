@@ -28,6 +28,8 @@ from golden_models import BOUNDS, read_golden
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
 
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
+
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "distributed" / "job.py"
 GOLDEN: dict[str, Any] = json.loads((HERE / "golden" / "trajectory.json").read_text())
@@ -271,11 +273,21 @@ def test_the_golden_trajectory_clips_gradients_and_learns(recipe: str) -> None:
     assert len(set(steps[0]["lengths"])) > 1
 
 
-@pytest.mark.parametrize("recipe", [name for name, r in c.RECIPES.items() if r.num_iterations > 1])
-def test_the_golden_trajectory_clips_ratios_in_second_iterations_only(recipe: str) -> None:
-    fractions = _numbers(GOLDEN[recipe]["steps"], "clip_fraction")
-    assert (fractions[:, 0] == 0).all() and (fractions[:, 1] > 0).all()
-    assert (fractions[:, 1] < 1).all()
+@pytest.mark.parametrize("recipe", c.RECIPES)
+def test_the_golden_trajectory_clips_ratios_where_the_policy_has_moved(recipe: str) -> None:
+    of, fractions = c.RECIPES[recipe], _numbers(GOLDEN[recipe]["steps"], "clip_fraction")
+    clips = LOSS_TYPES[of.loss_config.get("loss_type", "grpo")].epsilon is not None
+    first_of_all = 0 if clips and of.old_of_generator else 1
+    assert not fractions[:, :first_of_all].any()
+    moved = fractions[:, first_of_all:]
+    assert ((moved > 0) == clips).all() and (moved < 1).all()
+
+
+def test_the_golden_trajectory_leaves_out_some_samples_that_older_weights_wrote() -> None:
+    advantages = c.RECIPES["partial"].advantages
+    assert {name for name in REJECTIONS if name in advantages} == {*REJECTIONS}
+    rejected = _numbers(GOLDEN["partial"]["steps"], "rejected")
+    assert rejected[0] == 0 and (rejected[1:] > 0).all() and (rejected < 1).all()
 
 
 def test_the_golden_trajectory_has_conversations_by_the_weights_of_several_steps() -> None:

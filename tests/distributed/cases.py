@@ -114,6 +114,9 @@ class Recipe:
     partial_chunk: int = 0  # tokens; above 0 a rollout ends with half of the prompts' groups
     in_loop: bool = True  # the decode loop in C computes the model
     teacher: dict[str, Any] | None = None  # the reference's model, where it is another one
+    old_of_generator: bool = (
+        False  # ratios compare with log-probs that have errors (as_of_another_engine)
+    )
 
     @property
     def has_reference(self) -> bool:
@@ -128,7 +131,16 @@ class Recipe:
 
 RECIPES = {
     # Without a reference, which every rank would compile whole.
-    "eight layers": Recipe(DEEP, loss_config={"beta": 0.0}),
+    "eight layers": Recipe(
+        DEEP,
+        loss_config={
+            "loss_type": "dppo_tv",
+            "epsilon_low": 1e-3,
+            "epsilon_high": 1e-3,
+            "beta": 0.0,
+        },
+        old_of_generator=True,
+    ),
     "two iterations": Recipe(
         QWEN2,
         num_iterations=2,
@@ -139,15 +151,60 @@ RECIPES = {
             "top_entropy_quantile": 0.5,
         },
     ),
-    "qk norm": Recipe(QWEN3, sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}),
-    "olmo2": Recipe(OLMO2, in_loop=False),
-    # Its distributions are sharp: with more stop ids some completions end early.
-    "gemma3": Recipe(GEMMA3, sampling={"stop_ids": tuple(range(12))}, in_loop=False),
-    # The second iteration computes the experts of before the first one.
-    "experts": Recipe(
-        QWEN3_MOE, num_iterations=2, sampling={"stop_ids": tuple(range(12))}, balance_coef=0.1
+    # With one greedy completion more of each prompt.
+    "qk norm": Recipe(
+        QWEN3,
+        sampling={"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1},
+        loss_config={
+            "loss_type": "dppo_kl",
+            "epsilon_low": 1e-4,
+            "epsilon_high": 1e-4,
+            "loss_aggregation": "token_mean",
+        },
+        advantages={"advantage_estimator": "remax", "scale_rewards": "none"},
+        old_of_generator=True,
     ),
-    "low rank": Recipe(QWEN2, lora=(3, 6.0)),
+    "olmo2": Recipe(
+        OLMO2,
+        in_loop=False,
+        loss_config={
+            "loss_type": "luspo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.01,
+            "epsilon_high": 0.01,
+        },
+        old_of_generator=True,
+    ),
+    # Its distributions are sharp: with more stop ids some completions end early.
+    "gemma3": Recipe(
+        GEMMA3,
+        sampling={"stop_ids": tuple(range(12))},
+        in_loop=False,
+        loss_config={
+            "loss_type": "clip_cov",
+            "epsilon_low": 0.05,
+            "epsilon_high": 0.05,
+            "clip_cov_ratio": 0.2,
+            "clip_cov_low": 0.01,
+        },
+        old_of_generator=True,
+    ),
+    # The second iteration computes the experts of before the first one. Tokens are chosen among all ranks', and samples
+    # are left out for how far the policy has moved.
+    "experts": Recipe(
+        QWEN3_MOE,
+        num_iterations=2,
+        sampling={"stop_ids": tuple(range(12))},
+        loss_config={
+            "loss_type": "kl_cov",
+            "kl_cov_ratio": 0.2,
+            "off_policy_mask_threshold": 0.01,
+        },
+        balance_coef=0.1,
+    ),
+    "low rank": Recipe(
+        QWEN2, lora=(3, 6.0), loss_config={"loss_type": "sapo"}, old_of_generator=True
+    ),
     # Distilled from a smaller model as well.
     "dapo": Recipe(
         QWEN2,
@@ -204,7 +261,8 @@ RECIPES = {
     "tools": Recipe(
         CHUNKED,
         sampling={"stop_ids": tuple(range(30)), "min_tokens": 0},
-        loss_config={"beta": 0.0},
+        loss_config={"loss_type": "vespo", "off_policy_mask_threshold": 0.01, "beta": 0.0},
+        old_of_generator=True,
         equal_groups=True,
         max_turns=4,
     ),
@@ -212,18 +270,25 @@ RECIPES = {
     "environment": Recipe(
         QWEN2,
         sampling={"stop_ids": tuple(range(20)), "min_tokens": 0},
-        loss_config={"beta": 0.0},
+        loss_config={"loss_type": "gpg", "beta": 0.0},
         advantages={"by_turn": True},
         max_turns=3,
         environment=True,
     ),
-    # Conversations by the weights of several steps.
+    # Conversations by the weights of several steps, some of which are rejected.
     "partial": Recipe(
         QWEN2,
         num_iterations=2,
         sampling={"stop_ids": tuple(range(16)), "min_tokens": 0},
-        loss_config={"corrected": True},
-        advantages={"correction": "token_truncate", "correction_cap": 1.5},
+        loss_config={"corrected": True, "unbiased_kl": True},
+        advantages={
+            "correction": "token_truncate",
+            "correction_cap": 1.5,
+            "rejection_geometric_low": 0.66,
+            "rejection_geometric_high": 1.5,
+            "rejection_k3": 0.22,
+            "rejection_veto": 0.25,
+        },
         max_turns=4,
         partial_chunk=1,
     ),

@@ -214,9 +214,11 @@ class Run:
             pipeline, mesh = self.policy.pipeline, self.train.mesh
             old = compute_log_probs(pipeline, mesh, self.backend, packed)
         corrected = as_of_another_engine(rollout)
-        earned = scored.scores.total
+        if self.recipe.old_of_generator:
+            old = corrected.generator_logps
+        earned, greedy = scored.scores.total, self.stepper.greedy_rewards(number, rollout)
         batch, _ = compute_advantages(
-            corrected, earned, self.advantages, old, reference, scored.turn_rewards
+            corrected, earned, self.advantages, old, reference, scored.turn_rewards, (), greedy
         )
         everyone = range(len(batch))
         reports = [
@@ -226,8 +228,10 @@ class Run:
         estimator = self.policy.settings.loss_config.kl_estimator
         version = self.generator.version
         self.comparison.make(number, self.policy)
+        left_out = 0.0 if batch.rejected is None else float(batch.rejected.mean())
         return _figures(rollout, reports, version) | {
-            "per_token": [*token_rows(batch, reports, estimator)]
+            "rejected": left_out,
+            "per_token": [*token_rows(batch, reports, estimator)],
         }
 
     def likeliest(self) -> list[int]:

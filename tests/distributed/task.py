@@ -62,7 +62,7 @@ class Task:
         self.trained.append([*positions])
 
     def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
-        return []
+        return self.at(group_ids)
 
     def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:
         earned = self._reward(rollout)
