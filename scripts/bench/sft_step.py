@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=launching.HERE / "work_smollm2.json")
     parser.add_argument("--rows", type=int, default=200)
     parser.add_argument("--rows_a_step", type=int, default=20)
-    parser.add_argument("--row_tokens", type=int, default=512, help="longest packed row")
+    parser.add_argument("--row_tokens", type=int, default=704, help="longest packed row")
     parser.add_argument("--steps", type=int, default=7, help="timed steps")
     parser.add_argument("--float32_matmul_precision", default="auto")
     given = parser.parse_args()
