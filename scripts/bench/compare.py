@@ -47,6 +47,7 @@ RANKS = ("--ranks", "8", "--train", "1,4,2", "--infer", "2,4")
 # As many parameters a token with experts and without.
 MIXTURE = ("--work", str(HERE / "work_qwen3_moe.json"))
 DENSE = ("--work", str(HERE / "work_qwen3.json"))
+SMOLLM2 = ("--work", str(HERE / "work_smollm2.json"))
 GENERATORS = (
     Contestant("mindgrpo", "", "generate.py"),
     Contestant("transformers", "trl", "peers/hf_generate.py"),
@@ -59,6 +60,14 @@ CONTESTS = {
         tuple(Contestant(g.name, g.environment, g.program, ("--ragged",)) for g in GENERATORS),
         {"transformers": 2.0},
         False,
+    ),
+    "sft": Contest(
+        (
+            Contestant("mindgrpo", "", "sft_step.py", SMOLLM2),
+            Contestant("trl", "trl", "peers/trl_sft_step.py", SMOLLM2),
+        ),
+        {"trl": 0.5},
+        True,
     ),
     "ranks": Contest(
         (Contestant("mindgrpo 8 ranks", "", "step.py", RANKS), OURS), {"mindgrpo": 1.6}, True
