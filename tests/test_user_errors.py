@@ -346,7 +346,7 @@ def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[st
     assert main([verb, "--config", "none.yaml", "--help"]) == 0
     said = capsys.readouterr().out
     assert f"\n  {verb} " in said
-    takes_keys = verb in ("train", "eval", "check", "plan")
+    takes_keys = verb in ("train", "sft", "eval", "check", "plan")
     assert takes_keys == all(f"\n  --{key}  (" in said for key in LIVE)
     assert takes_keys == all(f"\n  {flag} " in said for flag in FLAGS)
 
