@@ -18,7 +18,7 @@ import pytest
 from golden_models import BOUNDS, read_golden
 from small_runs import input_keys, make_inputs, model_bits, rows
 
-from mindgrpo import SFTTrainer
+from mindgrpo import GRPOTrainer, SFTTrainer
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import TrainBatch
@@ -178,6 +178,11 @@ def test_keys_without_effect_are_named_and_others_refused(
     said = capsys.readouterr().err
     assert "rl_config.prompts_per_step (the rows of an update) is not set" in said
     assert "reward" not in said
+
+
+def test_a_configuration_of_supervised_training_is_refused_by_grpo(inputs: Path) -> None:
+    with pytest.raises(UserError, match="loaded for supervised training .* give it to SFTTrainer"):
+        GRPOTrainer(loaded(inputs, inputs / "x"), ["accuracy_reward"])
 
 
 def test_the_loss_is_the_mean_negative_log_likelihood_whatever_the_file_says(inputs: Path) -> None:

@@ -57,9 +57,13 @@ def with_arguments(
             values[key] = str(_written(name, data[split]))
         elif data is not None:
             values[key] = str(_written(name, data))
-    is_ready = isinstance(config, Loaded) and config.is_supervised == is_supervised
-    if not values and (is_ready or (isinstance(config, Config) and not is_supervised)):
-        assert isinstance(config, Config | Loaded)
+    has_form = isinstance(config, Loaded) and config.is_supervised
+    if has_form and not is_supervised:
+        raise UserError(
+            "config was loaded for supervised training (is_supervised=True), which leaves out what GRPO reads; load it "
+            "without, or give it to SFTTrainer."
+        )
+    if isinstance(config, Config | Loaded) and not values and has_form == is_supervised:
         return config
     return config_with(config, values, is_supervised)
 
