@@ -23,12 +23,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from batch_variants import BATCH_VARIANTS, of_whole_batch
 from distributed import cases as c
 from golden_models import BOUNDS, read_golden
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
+from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES, REJECTIONS
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "distributed" / "job.py"
@@ -226,6 +227,34 @@ def test_every_parameter_element_is_that_of_one_process(launch: Launch, case: c.
         assert set(found) == set(expected)
         for name in expected:
             np.testing.assert_allclose(found[name], expected[name], err_msg=name, **CLOSE)
+
+
+@pytest.mark.parametrize("name", BATCH_VARIANTS)
+def test_every_loss_mask_and_estimator_over_ranks_has_the_gradients_of_the_whole_batch(
+    launch: Launch, name: str
+) -> None:
+    ranks = [rank["losses"][name] for rank in launch(c.LOSSES_WORLD)[1]]
+    assert all(rank["report"] == ranks[0]["report"] for rank in ranks)
+    loss, slopes = of_whole_batch(*BATCH_VARIANTS[name])
+    np.testing.assert_allclose(ranks[0]["report"]["loss"], loss, rtol=1e-6, atol=1e-8)
+    norm = np.linalg.norm(np.concatenate(slopes, axis=1))
+    np.testing.assert_allclose(ranks[0]["report"]["grad_norm"], norm, rtol=1e-5)
+    whole = [rank["gradients"] for rank in ranks if np.any(np.concatenate(rank["gradients"], 1))]
+    assert len(whole) == 2
+    for gradients in whole:
+        for found, expected in zip(gradients, slopes, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_the_variants_over_ranks_are_all_losses_masks_and_estimators_and_tell_them_apart() -> None:
+    losses, advantages = zip(*BATCH_VARIANTS.values(), strict=True)
+    assert {one.loss_type for one in losses} == {*LOSS_TYPES}
+    assert {one.advantage_estimator for one in advantages} == {*ESTIMATORS}
+    for name in REJECTIONS:
+        assert any(getattr(one, name) is not None for one in advantages)
+    found = [of_whole_batch(*pair) for pair in BATCH_VARIANTS.values()]
+    assert len({np.concatenate(slopes, 1).tobytes() for _, slopes in found}) == len(found)
+    assert all(np.abs(np.concatenate(slopes, 1)).max() > 1e-3 for _, slopes in found)
 
 
 @spread_case

@@ -171,6 +171,6 @@ class RandomTask:
         return Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])
 
 
-def stepper_of(roles: Roles, work: Work) -> Stepper:
+def stepper_of(roles: Roles, work: Work, lr: float = 1e-6) -> Stepper:
     task: Any = RandomTask(work)
-    return make_stepper(roles, sampling_of(roles.plan), task, task, lambda update: 1e-6)
+    return make_stepper(roles, sampling_of(roles.plan), task, task, lambda update: lr)

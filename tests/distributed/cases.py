@@ -394,6 +394,8 @@ SPREAD = (
 )
 CASES = ALONE + SPREAD
 
+# Of updates by every loss, on DP2/MP2/PP2 (losses.py).
+LOSSES_WORLD = (8, "shared_memory")
 MOVED_WORLD = (8, "shared_memory")
 DEVICE_MOVED_WORLD = (4, "device")
 _POWERS = (1, 2, 4, 8)

@@ -25,6 +25,7 @@ import numpy as np
 from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
 from golden import golden_gaps
+from losses import updates_by_every_loss
 from own_order import add_in_own_order
 from saving import saved_and_loaded
 from scripted_turns import scripted
@@ -382,6 +383,8 @@ def run_all(folder: Path, backend: Backend) -> None:
     if backend.world_size > 1:
         parts |= {"communication": communication, "sum_in_graph": sum_in_graph, "cores": cores_of}
         parts["tokens_in_graph"] = tokens_in_graph
+    if world == c.LOSSES_WORLD:
+        parts |= {"losses": updates_by_every_loss}
     if world in (c.MOVED_WORLD, c.DEVICE_MOVED_WORLD):
         filled = Mover(backend).filled.__getitem__
         saving = partial(saved_and_loaded, folder / "run", filled=filled)

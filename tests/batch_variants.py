@@ -1,0 +1,167 @@
+"""Losses, masks and advantage estimators beside a small batch to try them on, and what numpy makes of the whole batch.
+
+Log-probs are given, not computed: of the policy (NOW), of the policy before its updates (OLD) and of the reference.
+Judges nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from loss_variants import VARIANTS, WIDE
+
+from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, AdvantageConfig, LossConfig
+from mindgrpo.algorithm.losses import policy_loss, token_weights
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Arrays, Rollout, TrainBatch
+from mindgrpo.algorithm.surrogates import Tokens
+from mindgrpo.algorithm.token_selection import select_tokens
+from mindgrpo.algorithm.train_batch import compute_advantages
+
+NUM_PROMPTS, NUM_GENERATIONS = 5, 4
+NUM_SAMPLES = NUM_PROMPTS * NUM_GENERATIONS
+_draw = np.random.default_rng(17)
+_lengths = _draw.integers(2, 13, NUM_SAMPLES)
+
+
+def _tokens(low: float, high: float) -> Arrays:
+    return [_draw.uniform(low, high, n).astype(np.float32) for n in _lengths]
+
+
+def _moved(logps: Arrays, by: float) -> Arrays:
+    return [own + _draw.normal(0, by, own.size).astype(np.float32) for own in logps]
+
+
+OLD = _tokens(-4.0, -0.5)
+NOW, REFERENCE, ENTROPY = _moved(OLD, 0.35), _moved(OLD, 0.4), _tokens(0.1, 3.0)
+REWARDS = np.round(_draw.uniform(0.0, 2.0, NUM_SAMPLES), 2)
+REWARDS[:NUM_GENERATIONS] = 0.5  # a group to learn nothing from
+GREEDY = _draw.uniform(0.0, 2.0, NUM_PROMPTS)
+COMPONENTS = [(weight, _draw.uniform(0.0, 1.0, NUM_SAMPLES)) for weight in (1.0, 0.5)]
+
+
+def _rollout() -> Rollout:
+    prompts = [np.full(_draw.integers(2, 9), 7, np.int32) for _ in range(NUM_PROMPTS)]
+    rollout = Rollout.single_turn(
+        [prompts[i // NUM_GENERATIONS] for i in range(NUM_SAMPLES)],
+        [np.arange(n, dtype=np.int32) for n in _lengths],
+        [LENGTH if n > 9 else STOPPED for n in _lengths],
+        _moved(OLD, 0.3),
+        [i // NUM_GENERATIONS for i in range(NUM_SAMPLES)],
+    )
+    samples = []
+    for sample in rollout.samples:
+        wrote = sample.action_mask.copy()
+        # An answer, after which the policy goes on.
+        wrote[2:4] = wrote.size <= 4
+        samples.append(replace(sample, action_mask=wrote))
+    return replace(rollout, samples=tuple(samples))
+
+
+ROLLOUT = _rollout()
+TURN_REWARDS = [
+    _draw.uniform(0.0, 1.0, int(mask[0]) + np.count_nonzero(mask[1:] > mask[:-1]))
+    for mask in ROLLOUT.action_mask
+]
+
+GRPO = AdvantageConfig(NUM_GENERATIONS)
+CORRECTED = replace(WIDE, corrected=True)
+_advantages = {
+    **{
+        name: replace(GRPO, advantage_estimator=name, scale_rewards=ESTIMATORS[name])
+        for name in ESTIMATORS
+        if name != "grpo"
+    },
+    **{
+        f"{name}, scaled by {scale}": replace(GRPO, advantage_estimator=name, scale_rewards=scale)
+        for name, scales in ANY_SCALE.items()
+        for scale in scales[1:]
+    },
+    "advantages of turns": replace(GRPO, by_turn=True),
+    "KL in the reward": replace(GRPO, reward_beta=0.1, kl_estimator="k1"),
+    "KL in the reward of tokens": replace(
+        GRPO, advantage_estimator="reinforce_plus_plus", reward_beta=0.1
+    ),
+    "distillation": replace(GRPO, distillation_coef=0.5),
+    "truncated samples": replace(GRPO, mask_truncated=True),
+    "equal groups": replace(GRPO, mask_equal=True),
+    "geometric mean too low": replace(GRPO, rejection_geometric_low=0.9),
+    "geometric mean too high": replace(GRPO, rejection_geometric_high=1.1),
+    "k3": replace(GRPO, rejection_k3=0.05),
+    "veto": replace(GRPO, rejection_veto=0.6),
+}
+_corrections = {
+    "token_truncate": replace(GRPO, correction="token_truncate", correction_cap=1.2),
+    "IcePop": replace(GRPO, correction="token_mask", correction_cap=1.3, correction_floor=0.8),
+    "sequence_truncate": replace(GRPO, correction="sequence_truncate", correction_cap=1.2),
+    "sequence_mask": replace(GRPO, correction="sequence_mask", correction_cap=1.5),
+}
+_losses = VARIANTS | {
+    "top entropy": replace(WIDE, top_entropy_quantile=0.4),
+    "clip_cov of many": replace(
+        WIDE, loss_type="clip_cov", clip_cov_ratio=0.3, clip_cov_low=0.1, beta=0.05
+    ),
+    "kl_cov of many": replace(WIDE, loss_type="kl_cov", kl_cov_ratio=0.3),
+    "samples' sums": replace(WIDE, loss_aggregation="sample_sum"),
+}
+BATCH_VARIANTS: dict[str, tuple[LossConfig, AdvantageConfig]] = {
+    **{
+        f"loss {name}": (own, _corrections["token_truncate"] if own.corrected else GRPO)
+        for name, own in _losses.items()
+    },
+    **{f"advantages {name}": (WIDE, own) for name, own in _advantages.items()},
+    **{f"correction {name}": (CORRECTED, own) for name, own in _corrections.items()},
+}
+
+
+def batch_of(advantages: AdvantageConfig, old: Arrays, reference: Arrays) -> TrainBatch:
+    return compute_advantages(
+        ROLLOUT, REWARDS, advantages, old, reference, TURN_REWARDS, COMPONENTS, GREEDY
+    )[0]
+
+
+def of_whole_batch(
+    loss_config: LossConfig, advantages: AdvantageConfig
+) -> tuple[float, list[np.ndarray]]:
+    """The loss of one update and, by central differences, its slopes by each sample's log-probs and entropies, [2, n]
+    each: from the samples one after another, without rows or ranks.
+    """
+    batch, lengths = batch_of(advantages, OLD, REFERENCE), ROLLOUT.action_lengths
+    groups = np.array(ROLLOUT.group_ids)
+    weights = token_weights(lengths, loss_config, batch.sample_mask, groups)
+    own = np.flatnonzero(weights > 0)
+
+    def tokens(values: Arrays | np.ndarray) -> np.ndarray:
+        masks = ROLLOUT.action_mask
+        rows = [np.broadcast_to(values[i], masks[i].shape)[masks[i]] for i in own]
+        return np.concatenate(rows).astype(np.float64)
+
+    factors = np.ones(NUM_SAMPLES) if batch.rollout_is_weights is None else batch.rollout_is_weights
+    whole = Tokens(
+        tokens(NOW),
+        tokens(OLD),
+        tokens(REFERENCE),
+        tokens(ENTROPY),
+        tokens(batch.loss_advantages),
+        tokens(weights),
+        tokens(factors),
+        lengths[own],
+    )
+    rng = np.random.default_rng((loss_config.seed, 0))
+    kept, penalties = select_tokens(whole, loss_config, rng)
+    whole = replace(whole, rollout_is_weights=whole.rollout_is_weights * kept, penalties=penalties)
+    slopes = [np.zeros((2, n)) for n in _lengths]
+    masks = [
+        (sample, place) for sample in own for place in np.flatnonzero(ROLLOUT.action_mask[sample])
+    ]
+    for row, name in enumerate(("logps", "entropy")):
+        base = getattr(whole, name)
+        for i, (sample, place) in enumerate(masks):
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = base.copy()
+                moved[i] += step
+                changed = replace(whole, **{name: moved})
+                ends.append(policy_loss(changed, loss_config, whole.logps))
+            slopes[sample][row, place] = (ends[0] - ends[1]) / 2e-6
+    return policy_loss(whole, loss_config), slopes
