@@ -9,6 +9,8 @@ from kernel_calls import KernelCall, filled, floats, one, size
 
 from mindgrpo.backend.dtypes import numpy_dtype
 from mindgrpo.backend.kernels.native.library import has_bfloat16
+from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
+from mindgrpo.backend.kernels.shapes import Routing
 
 
 def routed(rng: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -21,7 +23,7 @@ def routed(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 
 
 def routing_of(rng: np.random.Generator) -> np.ndarray:
-    return np.array([rng.random() < 0.5, rng.random() < 0.5, 1.5], np.float32)
+    return np.array([rng.random() < 0.5, rng.random() < 0.5, 1.5, 1, 1], np.float32)
 
 
 def router(rng: np.random.Generator) -> KernelCall:
@@ -48,13 +50,24 @@ def router_grad(rng: np.random.Generator) -> KernelCall:
 
 
 def choose_experts(rng: np.random.Generator) -> KernelCall:
-    routes, experts = routed(rng)
-    width = size(rng, 60)
-    x, w = floats(rng, len(routes), width), floats(rng, width, experts)
-    logits = x.astype(np.float64) @ w
-    chosen = np.argsort(-logits, 1, kind="stable")[:, : routes.shape[1]]
-    outputs = [np.full(routes.shape, 77, np.int32)]
-    return KernelCall("choose_experts", [x, w, routing_of(rng)], outputs, [chosen])
+    groups, in_group = size(rng, 4), size(rng, 4)
+    taken, has_bias = size(rng, groups), rng.random() < 0.5
+    tokens, width, slots = size(rng, 90), size(rng, 60), size(rng, min(4, taken * in_group))
+    # Wider ones would be so large that sigmoids are 1.
+    x, w = (
+        floats(rng, tokens, width),
+        floats(rng, width, groups * in_group) / np.float32(width**0.5),
+    )
+    is_sigmoid = bool(rng.random() < 0.5)
+    bias = floats(rng, groups * in_group) if has_bias else np.zeros(1, np.float32)
+    routing = Routing(
+        groups * in_group, slots, is_sigmoid, groups=groups, groups_taken=taken, has_bias=has_bias
+    )
+    exact = [own.astype(np.float64) for own in (x, w, bias)]
+    chosen = NumpyKernels().choose_experts(routing)(*exact)
+    numbers = np.array([is_sigmoid, 1, 1, groups, taken], np.float32)
+    outputs = [np.full((tokens, slots), 77, np.int32), filled(tokens)]
+    return KernelCall("choose_experts", [x, w, bias, numbers], outputs, [*chosen])
 
 
 def sort_slots(rng: np.random.Generator) -> KernelCall:

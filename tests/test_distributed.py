@@ -202,6 +202,16 @@ def test_the_figures_of_every_token_are_those_of_one_process(launch: Launch, cas
                 )
 
 
+@spread_case
+def test_routers_choose_by_the_margins_of_one_process(launch: Launch, case: c.Case) -> None:
+    found, alone = (_numbers(_steps(launch, each), "margins") for each in (case, _alone(case)))
+    if "num_experts" not in c.RECIPES[case.recipe].model:
+        assert not found.any()
+        return
+    assert (alone[:, 1] > 0).all() and (alone[:, 1] < alone[:, 0]).all()
+    np.testing.assert_allclose(found.astype(float), alone.astype(float), **CLOSE)
+
+
 @every_case
 def test_the_trained_parameters_have_the_golden_sums_and_norms(
     launch: Launch, case: c.Case

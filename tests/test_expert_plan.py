@@ -5,10 +5,13 @@ Does not prove what graphs make of a plan: test_experts.py and test_golden_model
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
+from mindgrpo.algorithm.packing import Margins, MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.models.expert_plan import (
     ExpertPlan,
@@ -17,6 +20,7 @@ from mindgrpo.models.expert_plan import (
     capacity,
     load_by_expert,
     load_of_fullest,
+    margins_of,
     merge_routes,
     plan_experts,
     plan_spread,
@@ -233,3 +237,25 @@ def test_ranks_that_share_rows_merge_what_each_has_recorded() -> None:
     whole = routes_by_sample(batches, [routes_of_tokens(b) for b in batches])
     for sample, own in whole.items():
         np.testing.assert_array_equal(merged[sample], own)
+
+
+@pytest.mark.parametrize("shape", [MicroShape(2, 24), MicroShape(1, 40, max_per_row=1)])
+@pytest.mark.parametrize(
+    ("num_shares", "context_ranks", "parts"), [(1, 1, 1), (2, 1, 2), (1, 2, 1)]
+)
+def test_margins_are_added_up_over_every_samples_tokens_however_these_are_packed(
+    shape: MicroShape, num_shares: int, context_ranks: int, parts: int
+) -> None:
+    packed, found = PackedRollout(rollout()), Margins()
+    shape = replace(shape, context_ranks=context_ranks)
+    for share, part in product(range(num_shares), range(context_ranks)):
+        for batch in packed.micro_batches(shape, num_shares, share, part=part):
+            margins = routes_of_tokens(batch).sum(2) / 64
+            for index in range(parts):
+                own = TokenShare(index, parts)
+                found += margins_of(batch, margins[:, own.within(margins.shape[1])], own)
+    whole = packed.micro_batches(MicroShape(1, 40, max_per_row=1), 1, 0)
+    recorded = routes_by_sample(whole, [routes_of_tokens(batch) for batch in whole])
+    expected = np.concatenate([own.sum(2).reshape(-1) / 64 for own in recorded.values()])
+    assert (found.total, found.count) == (expected.sum(), expected.size)
+    assert found.least == expected.min()

@@ -172,8 +172,9 @@ def test_of_equal_scores_the_first_experts_are_chosen(kernels: Kernels) -> None:
     x, weight = np.ones((3, 2), np.float32), np.zeros((2, 5), np.float32)
     weight[:, 3] = 1.0
     none = Tensor([0.0], ms.float32)
-    found = kernels.choose_experts(Routing(5, 3))(Tensor(x), Tensor(weight), none)
+    found, margins = kernels.choose_experts(Routing(5, 3))(Tensor(x), Tensor(weight), none)
     np.testing.assert_array_equal(found.asnumpy(), [[3, 0, 1]] * 3)
+    assert not margins.asnumpy().any()
 
 
 @pytest.mark.parametrize("kernels", [Kernels(), *([NativeKernels()] if HAS_C else [])])
@@ -186,5 +187,23 @@ def test_of_equal_groups_the_first_are_taken_and_of_equal_experts_in_them_the_fi
     # One expert is the best of all, in a group whose two best are not: 0.8 + 0.5 against 0.7 + 0.7.
     bias[[0, 1, 2, 3, 4, 6, 7]] = 0.2, 0.2, 0.2, 0.2, 0.3, 0.2, 0.2
     choose = kernels.choose_experts(routing)
-    found = choose(Tensor(x), Tensor(weight), Tensor(bias)).asnumpy()
-    np.testing.assert_array_equal(found, [[0, 1, 2]] * 3)
+    found, margins = choose(Tensor(x), Tensor(weight), Tensor(bias))
+    np.testing.assert_array_equal(found.asnumpy(), [[0, 1, 2]] * 3)
+    # Number 4 is better, in a group that is not taken.
+    assert not margins.asnumpy().any()
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), *([NativeKernels()] if HAS_C else [])])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_margin_is_what_the_last_expert_is_above_the_first_that_is_not_chosen(
+    kernels: Kernels, has_bias: bool
+) -> None:
+    x, weight, bias = floats(6, 5, seed=1), floats(5, 8, seed=2), floats(8, seed=3)
+    logits = x.astype(np.float64) @ weight
+    scores = 1 / (1 + np.exp(-logits)) if has_bias else np.exp(logits)
+    scores = scores + bias if has_bias else scores / scores.sum(1, keepdims=True)
+    falling = -np.sort(-scores, 1)
+    routing = Routing(8, 3, is_sigmoid=has_bias, has_bias=has_bias)
+    given = bias if has_bias else np.zeros(1, np.float32)
+    _, margins = kernels.choose_experts(routing)(Tensor(x), Tensor(weight), Tensor(given))
+    np.testing.assert_allclose(margins.asnumpy(), falling[:, 2] - falling[:, 3], atol=1e-6)

@@ -22,6 +22,7 @@ from numpy.random import Generator, default_rng
 
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
 from mindgrpo.backend.kernels.native.rollout import RolloutTable, Slots
+from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on
 CALLS = OTHER_CALLS | EXPERT_CALLS
 # Numbers of rows around the ones that vectors, blocks of rows and threads take at a time.
 ROWS = (1, 3, 20, 66, 67, 100)
-ROUTING = Routing(num_experts=6, per_token=2)
+ROUTING = Routing(6, 3, is_sigmoid=True, scaling=1.5, groups=3, groups_taken=2, has_bias=True)
 
 
 @pytest.mark.parametrize("symbol", CALLS)
@@ -166,7 +167,8 @@ class Rollout:
         positions, count = 2 * rows * self.room, max(rows, 16)
         floats_a_row = max(self.heads.width + max(hidden, kv * dim * 3), 2 * inner, vocab)
         if has_experts:
-            floats_a_row = max(floats_a_row, 2 * total + 2 * (4 + 2 * hidden + 2 * inner))
+            a_slot = 4 + 2 * hidden + 2 * inner
+            floats_a_row = max(floats_a_row, 2 * total + ROUTING.per_token * a_slot)
         self.memory = Memory(
             cache=np.zeros(2 * positions * kv * dim, np.float32),
             scratch=np.zeros(count * (3 * hidden + floats_a_row), np.float32),
@@ -192,7 +194,8 @@ class Rollout:
             norm_mlp=floats(rng, hidden),
             gate_up=floats(rng, *each, hidden, 2 * inner) / hidden**0.5,
             down=floats(rng, *each, inner, hidden) / inner**0.5,
-            router=floats(rng, hidden, total) if has_experts else None,
+            router=floats(rng, hidden, total) / hidden**0.5 if has_experts else None,
+            router_bias=floats(rng, total) if has_experts else None,
         )
         table = floats(rng, vocab, hidden)
         self.token = TokenWeights(floats(rng, hidden), table, table)
@@ -271,12 +274,12 @@ def numpys_log_probs(made: Rollout, tokens: np.ndarray) -> tuple[np.ndarray, np.
     if w.router is None:
         x = x + gated(normed, w.gate_up, w.down)
     else:
-        logits = normed @ w.router
-        routes = np.argsort(-logits)[:, : ROUTING.per_token]
+        kernels = NumpyKernels()
+        routes, _ = kernels.choose_experts(ROUTING)(normed, w.router, w.router_bias)
+        scores = kernels.router(ROUTING)(normed, w.router, routes)
         for row, chosen in enumerate(routes):
-            masses = np.exp(logits[row, chosen])
-            for mass, expert in zip(masses / masses.sum(), chosen, strict=True):
-                x[row] += mass * gated(normed[row], w.gate_up[expert], w.down[expert])
+            for score, expert in zip(scores[row], chosen, strict=True):
+                x[row] += score * gated(normed[row], w.gate_up[expert], w.down[expert])
     logits = norm(x, made.token.norm) @ made.token.head.T
     logits -= logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True)), routes

@@ -26,7 +26,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import StoredGroup, read_manifest, restored_groups, stored_groups
-from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
@@ -40,6 +40,7 @@ from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION, ROLLOUT
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.training.policy import Policy
+from mindgrpo.weights.expert_files import BIAS
 from mindgrpo.weights.pretrained import fill_random
 
 LAYERS, EXPERTS, CHOSEN, LONGEST = 2, 4, 2, MAX_PROMPT + 3 * MAX_TOKENS
@@ -74,16 +75,24 @@ def backend() -> CpuBackend:
     return CpuBackend({})
 
 
-def engine(backend: CpuBackend, kernels: Kernels, goes_on: bool = False) -> EmbeddedEngine:
+def engine(
+    backend: CpuBackend,
+    kernels: Kernels,
+    goes_on: bool = False,
+    config: DecoderConfig = CONFIG,
+) -> EmbeddedEngine:
     room = KVCacheConfig(32, GROUP, None, LONGEST, MAX_TOKENS, goes_on)
-    made = EmbeddedEngine(CONFIG, LAYOUT, backend, SAMPLING, room, kernels, records_routes=True)
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
+    made = EmbeddedEngine(config, layout, backend, SAMPLING, room, kernels, records_routes=True)
     made.publish(lambda: fill_random(made.weights, seed=1, scale=0.25), 0)
     return made
 
 
-def trainer(made: EmbeddedEngine, backend: CpuBackend) -> ForwardPipeline:
+def trainer(
+    made: EmbeddedEngine, backend: CpuBackend, config: DecoderConfig = CONFIG
+) -> ForwardPipeline:
     """The policy's forward pass with the generator's own weights."""
-    shard, shape = Shard(CONFIG, made.weights, backend), MicroShape(2, LONGEST)
+    shard, shape = Shard(config, made.weights, backend), MicroShape(2, LONGEST)
     return ForwardPipeline(shard, backend, "policy", shape, LONGEST, 0.8, keeps_flows=True)
 
 
@@ -133,6 +142,37 @@ def test_the_engines_routes_are_those_that_the_trainer_chooses(
         # A prompt's are there once for its group.
         assert sample.routes[0] is rollout.samples[i - i % GROUP].routes[0]
     assert packed.expert_load == recorded.expert_load
+    # Every sample's tokens but the last, in each layer.
+    assert packed.margins.count == LAYERS * sum(s.num_routes for s in rollout.samples)
+    assert 0 < packed.margins.least < packed.margins.mean < 1
+    assert packed.margins == recorded.margins
+
+
+@WITH_C
+def test_the_loop_in_c_chooses_among_the_best_groups_by_biased_scores_as_plain_operations_do(
+    backend: CpuBackend,
+) -> None:
+    choice = {"scores": "sigmoid", "groups": 4, "groups_taken": 2, "has_bias": True, "scaling": 2.5}
+    config = replace(CONFIG, moe=replace(CONFIG.moe, num_experts=8, **choice))
+    in_c, plain = (
+        engine(backend, kernels_named(name), config=config) for name in ("native", "plain")
+    )
+    assert isinstance(in_c._decoder, slots.SlotDecoder)
+    found, expected = drawn(in_c), drawn(plain)
+    packed, logps = replayed(trainer(in_c, backend, config), backend, found)
+    assert packed.choices[1] == 0 and 0 < packed.margins.least < packed.margins.mean
+    for i, (one, other) in enumerate(zip(found.samples, expected.samples, strict=True)):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(whole(one), whole(other))
+        np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one.logps, logps[i], rtol=0, atol=1e-5)
+    # Without the bias other experts are the best.
+    with in_c.weights.on_host(write=True) as host:
+        for name in [n for n in host.hf_views if n.endswith(BIAS)]:
+            host.hf_views[name][...] = 0
+    in_c.publish(lambda: None, 0)
+    unbiased = zip(found.samples, drawn(in_c).samples, strict=True)
+    assert any((one.routes[0] != other.routes[0]).any() for one, other in unbiased)
 
 
 @WITH_C

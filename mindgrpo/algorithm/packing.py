@@ -393,13 +393,34 @@ def _arrays(
     )
 
 
+@dataclass(frozen=True)
+class Margins:
+    """By how much routers choose: `total` of the margins of `count` tokens of layers, and the `least` one.
+
+    A margin is the score of the last expert that is chosen minus that of the first that is not.
+    """
+
+    total: float = 0.0
+    count: float = 0.0
+    least: float = np.inf
+
+    def __add__(self, other: Margins) -> Margins:
+        least = min(self.least, other.least)
+        return Margins(self.total + other.total, self.count + other.count, least)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
 class PackedRollout:
     """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
 
     `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
     `routes` are the experts of each sample's tokens in the layers of this rank, once they were taken from the rollout
     or recorded by a forward pass, and `expert_load` is that of the fullest (models/expert_plan.py). `choices` int64 [2]
-    counts tokens of layers where the router chose while it replayed, and those of them where it chose other experts.
+    counts tokens of layers where the router chose while it replayed, and those of them where it chose other experts;
+    `margins` are those of the first pass over all samples in which this rank's routers chose, None without one.
     """
 
     def __init__(self, rollout: Rollout) -> None:
@@ -407,6 +428,7 @@ class PackedRollout:
         self.routes: Mapping[int, np.ndarray] | None = None
         self.expert_load: float | None = None
         self.choices = np.zeros(2, np.int64)
+        self.margins: Margins | None = None
         self._pack = cache(partial(pack, rollout))
         self._micro_batches = cache(partial(micro_batches, rollout))
 

@@ -227,6 +227,7 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
         metrics["moe/routes_replayed"] = first.routes_replayed
         if first.routes_changed is not None:
             metrics["moe/routes_changed"] = first.routes_changed
+        metrics |= margin_metrics(first)
     if outcome.correction is not None:
         metrics |= {
             "importance_weight/mean": outcome.correction.mean,
@@ -242,6 +243,13 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
     if outcome.batch.rejected is not None:
         metrics["rejected_fraction"] = float(outcome.batch.rejected.mean())
     return metrics
+
+
+def margin_metrics(report: UpdateReport) -> dict[str, float]:
+    """Returns by how much routers chose before the update; nothing where no pass told."""
+    if (margins := report.margins) is None:
+        return {}
+    return {"moe/margin_mean": margins.mean, "moe/margin_min": margins.least}
 
 
 def logprob_gap(

@@ -17,7 +17,7 @@ from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.supervised import as_sample
-from mindgrpo.grpo.metrics import StepOutcome, resources
+from mindgrpo.grpo.metrics import StepOutcome, margin_metrics, resources
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.step import Phases
@@ -102,7 +102,7 @@ def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int
         "weights_version": roles.policy.version,
     }
     if report is not None and report.expert_load is not None:
-        metrics["moe/load_max"] = report.expert_load
+        metrics |= {"moe/load_max": report.expert_load, **margin_metrics(report)}
     own = resources(outcome, roles).items()
     return metrics | {key: value for key, value in own if not key.startswith(_OF_ROLLOUTS)}
 

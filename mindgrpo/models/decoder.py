@@ -221,7 +221,7 @@ class Layer(nn.Cell):
         self.mlp = feed_forward(shard.within("mlp"), index, chooses, reads_plan)
         self.mlp_out = norm(norms.mlp_out)
         self.has_experts = shard.config.moe_of(index) is not None
-        self.returns_routes = self.has_experts and chooses
+        self.returns_choice = self.has_experts and chooses
         self.of_plan = len(PLAN) if self.has_experts and reads_plan else 0
 
     def construct(self, x: Any, added: Any, context: Any) -> Any:
@@ -234,26 +234,26 @@ class Layer(nn.Cell):
         x, normed = self.mlp_in(x, self.attention_out(attended))
         if not self.has_experts:
             return x, self.mlp_out(self.mlp(normed))
-        y, routes = self.mlp(normed, context[of_attention:])
-        if self.returns_routes:
-            return x, self.mlp_out(y), routes
+        y, choice = self.mlp(normed, context[of_attention:])
+        if self.returns_choice:
+            return x, self.mlp_out(y), choice
         return x, self.mlp_out(y)
 
 
 class SummedLayer(nn.Cell):
     """(x_NH, context) -> x_NH: one flow between layers, so that a layer that is computed again keeps one tensor.
 
-    With the layer's routes, where it returns them.
+    With the layer's choice of experts, where it returns one.
     """
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.layer, self.returns_routes = layer, layer.returns_routes
+        self.layer, self.returns_choice = layer, layer.returns_choice
 
     def construct(self, x: Any, context: Any) -> Any:
-        if self.returns_routes:
-            x, added, routes = self.layer(x, x, context)
-            return x + added, routes
+        if self.returns_choice:
+            x, added, choice = self.layer(x, x, context)
+            return x + added, choice
         x, added = self.layer(x, x, context)
         return x + added
 
@@ -293,8 +293,8 @@ class Stage(nn.Cell):
     """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`.
 
     With `is_causal` each row is one run, as in backend/kernels/contract.py. A stage with experts that `chooses` them
-    returns its layers' choices int32 [layers, N, K] behind x. It reads no plan, unless it `replays` one, whose experts
-    are then computed in place of the chosen ones.
+    returns its layers' choices int32 [layers, N, K] and their margins float32 [layers, N] behind x. It reads no plan,
+    unless it `replays` one, whose experts are then computed in place of the chosen ones.
     """
 
     def __init__(
@@ -355,14 +355,15 @@ class Stage(nn.Cell):
             return self.flows(x, contexts, len(self.layers))[-1]
         if self.is_first:
             x = self.embed(x.reshape(-1))
-        routes = []
+        routes, margins = [], []
         for i in range(len(self.layers)):
             if self.plan_of[i] >= 0:
-                x, own = self.layers[i](x, contexts[i])
-                routes.append(own)
+                x, choice = self.layers[i](x, contexts[i])
+                routes.append(choice[0])
+                margins.append(choice[1])
             else:
                 x = self.layers[i](x, contexts[i])
-        return x, ops.stack(routes)
+        return x, ops.stack(routes), ops.stack(margins)
 
     def contexts(self, inputs: Any) -> Any:
         """Makes each layer's context of StageInputs."""
@@ -437,8 +438,8 @@ class Head(nn.Cell):
 
 
 class LogProbStage(nn.Cell):
-    """A last stage: (x, *StageInputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels, and the stage's routes
-    where it returns some."""
+    """A last stage: (x, *StageInputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels, and the stage's choices
+    of experts where it returns some."""
 
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
@@ -465,7 +466,7 @@ class LogProbStage(nn.Cell):
         made = self.stage.compute(x, inputs[: self.of_stage])
         if not self.stage.chooses:
             return self.head(made, inputs[self.of_stage :])
-        return (*self.head(made[0], inputs[self.of_stage :]), made[1])
+        return (*self.head(made[0], inputs[self.of_stage :]), *made[1:])
 
     def head(self, x: Any, inputs: Any) -> Any:
         """Computes what follows the layers: (x_NH, HeadInputs as one tuple) -> (log p [M], entropy [M])."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindgrpo.algorithm.packing import MicroBatch
+from mindgrpo.algorithm.packing import Margins, MicroBatch
 from mindgrpo.algorithm.sample import Routes
 
 # A token without experts; so is padding, which is sent nowhere.
@@ -34,6 +34,14 @@ class ExpertPlan(NamedTuple):
     home: np.ndarray
     by_expert: np.ndarray
     as_arrived: np.ndarray
+
+
+class Choices(NamedTuple):
+    """Holds what routers chose for N tokens in L layers: `routes` int32 [L, N, K] and their `margins` float32 [L, N],
+    as backend/kernels/contract.py has them."""
+
+    routes: np.ndarray
+    margins: np.ndarray
 
 
 class ExpertSpread(NamedTuple):
@@ -228,13 +236,28 @@ def balance_factors(load: np.ndarray, per_token: int, coef: float) -> np.ndarray
 def balance(batch: MicroBatch, factors: np.ndarray, share: TokenShare = ALL_TOKENS) -> np.ndarray:
     """Returns float32 [L, N + E]: how many samples each of a micro-batch's tokens, or of a share of them, is of; and
     the `factors` [L, E]."""
+    return np.concatenate([np.tile(_repeats(batch, share), (len(factors), 1)), factors], 1)
+
+
+def _repeats(batch: MicroBatch, share: TokenShare) -> np.ndarray:
+    """Counts the samples that each of a micro-batch's tokens, or of a share of them, is of: float32 [N]."""
     whole = np.zeros(batch.positions.shape, np.float32)
     for number, row in enumerate(batch.rows):
         for placed in row:
             whole[number, placed.inputs] += 1
     own = np.take_along_axis(whole, batch.own_columns, 1).reshape(-1)
-    repeats = own[share.within(own.size)]
-    return np.concatenate([np.tile(repeats, (len(factors), 1)), factors], 1)
+    return own[share.within(own.size)]
+
+
+def margins_of(batch: MicroBatch, margins: np.ndarray, share: TokenShare = ALL_TOKENS) -> Margins:
+    """Adds up `margins` [L, N] of a micro-batch's tokens, or of a share of them.
+
+    A prompt counts with each of its samples, so that packing changes nothing.
+    """
+    repeats = _repeats(batch, share)
+    own = margins[:, repeats > 0].astype(np.float64)
+    total = float((own @ repeats[repeats > 0]).sum())
+    return Margins(total, len(own) * float(repeats.sum()), float(own.min(initial=np.inf)))
 
 
 def routes_of(

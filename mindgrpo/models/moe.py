@@ -19,9 +19,10 @@ from mindgrpo.weights.expert_files import BIAS
 
 
 class MixtureOfExperts(nn.Cell):
-    """(x_NH, plan) -> (y_NH, routes int32 [N, K]): a token's results, each times its score, summed in their order.
+    """(x_NH, plan) -> (y_NH, choice): a token's results, each times its score, summed in their order.
 
-    Where it `chooses`, by the router's scores, it returns its choice. With `reads_plan` the experts are those of the
+    Where it `chooses`, by the router's scores, it returns its choice, routes int32 [N, K] and their margins float32
+    [N]. With `reads_plan` the experts are those of the
     plan, which has the routes and their ExpertPlan (expert_plan.py); without, they are its choice. Scores are always
     those of x now, so that the router learns by whatever experts were chosen.
     """
@@ -53,19 +54,21 @@ class MixtureOfExperts(nn.Cell):
         gate = self.exact_gate(self.gate)
         if self.reads_plan:
             routes, order, counts, home, by_expert, as_arrived, balance = plan
+            choice = routes
             if self.balances:
                 x, gate = self.balance(x, gate, balance)
             y = self.experts(self.take(x, order, home), counts, by_expert, as_arrived)
         else:
-            routes = self.chosen(x, gate)
+            choice = self.chosen(x, gate)
+            routes = choice[0]
             y, order, home = self.experts(x, routes)
         out = self.sum(y, self.router(x, gate, routes), order, home)
         if self.chooses and self.reads_plan:
             return out, self.chosen(x, gate)
-        return out, routes
+        return out, choice
 
     def chosen(self, x: Any, gate: Any) -> Any:
-        """Returns the router's choice."""
+        """Returns the router's choice, as the kernels' choose_experts."""
         bias = self.bias.astype(ms.float32)
         return self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
 
@@ -212,5 +215,5 @@ class SharedExpert(nn.Cell):
         self.down = shard.linear(prefix + "down_proj.weight")
 
     def construct(self, x: Any, plan: Any) -> Any:
-        y, routes = self.experts(x, plan)
-        return y + self.down(self.glu(self.gate_up(x))), routes
+        y, choice = self.experts(x, plan)
+        return y + self.down(self.glu(self.gate_up(x))), choice

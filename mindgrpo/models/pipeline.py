@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn
 
-from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
+from mindgrpo.algorithm.packing import Margins, MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.schedule import Actions, Exchange, Pass, pipeline_schedule
 from mindgrpo.backend.contract import Backend, Group, Link
@@ -32,6 +32,7 @@ from mindgrpo.models.decoder import (
 )
 from mindgrpo.models.expert_plan import (
     ALL_TOKENS,
+    Choices,
     ExpertSpread,
     ReplayedRoutes,
     TokenShare,
@@ -41,6 +42,7 @@ from mindgrpo.models.expert_plan import (
     count_choices,
     load_by_expert,
     load_of_fullest,
+    margins_of,
     merge_routes,
     plan_experts,
     plan_spread,
@@ -49,7 +51,7 @@ from mindgrpo.models.expert_plan import (
     rows_by_expert,
     with_plan,
 )
-from mindgrpo.models.shard import LOGITS_BYTES, Shard
+from mindgrpo.models.shard import LOGITS_BYTES, Shard, routing
 from mindgrpo.parallel.mesh import Mesh
 
 # Of a micro-batch's predicting positions, log-probs and entropies, float32 [M] each; or of a sample's completion.
@@ -106,14 +108,15 @@ class StageChunk:
         self.layers = self.forward if is_same else backend.graph(own, f"{name} layers")
         self._planned = planned
 
-    def run(self, x: Tensor, batch: MicroBatch) -> tuple[list[Tensor], Tensor | None]:
-        """Runs `forward`, or `replaying` a plan; returns what comes out, and the choices of layers with experts."""
+    def run(self, x: Tensor, batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+        """Runs `forward`, or `replaying` a plan; returns what comes out, and what Stage returns of its choices."""
         inputs = self.inputs(batch)
         if self.is_last:
             inputs += tensors_of(HeadInputs, batch)
         made = (self.replaying if batch.is_planned else self.forward)(x, *inputs)
         out = list(made) if isinstance(made, tuple) else [made]
-        return out, out.pop() if self.records else None
+        chosen = out[-2:] if self.records else []
+        return out[: len(out) - len(chosen)], chosen
 
     def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns what goes on to the next chunk, and what the layers got: nothing where no flows are kept."""
@@ -240,15 +243,14 @@ class ForwardPipeline:
         return pipeline_schedule(*sizes, has_backward)[self.stage_index]
 
     def log_probs(
-        self, batches: Sequence[MicroBatch], routes: list[np.ndarray] | None = None
+        self, batches: Sequence[MicroBatch], choices: list[Choices] | None = None
     ) -> list[Predictions] | None:
         """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage.
 
-        `routes` gets the experts that are chosen for every micro-batch's tokens, int32 [layers, N, K] of the stage's
-        layers with some.
+        `choices` gets those of every micro-batch's tokens, in the stage's layers with experts.
         """
         results = []
-        recorded: list[list[np.ndarray]] = [[] for _ in batches]
+        recorded: list[list[Choices]] = [[] for _ in batches]
         others = HandOvers(self, batches)
         for action in self.actions(len(batches), has_backward=False):
             if isinstance(action, Exchange):
@@ -260,14 +262,16 @@ class ForwardPipeline:
             x = Tensor(batch.tokens) if chunk.is_first else others.take(action)
             with self.span(action):
                 out, chosen = chunk.run(x, batch)
-                if chosen is not None and routes is not None:
-                    recorded[action.micro_batch].append(chosen.asnumpy())
+                if chosen and choices is not None:
+                    made = Choices(*(own.asnumpy() for own in chosen))
+                    recorded[action.micro_batch].append(made)
                 if not chunk.is_last:
                     others.make(action, out[0])
                     continue
                 results.append((out[0].asnumpy(), out[1].asnumpy()))
-        if routes is not None:
-            routes += [np.concatenate(own) for own in recorded if own]
+        if choices is not None:
+            for own in filter(None, recorded):
+                choices.append(Choices(*map(np.concatenate, zip(*own, strict=True))))
         return results if self.has_head else None
 
     def record(
@@ -281,17 +285,31 @@ class ForwardPipeline:
         moe = self.shard.config.moe
         if moe is None or not self.is_trained:
             return self.log_probs(batches)
+        choices: list[Choices] = []
         if self.takes_routes(packed):
-            return self.replay(batches, packed)
-        routes: list[np.ndarray] = []
-        results, packed.routes = self.log_probs(batches, routes), {}
+            results = self.replay(batches, packed, choices)
+            self._measure(batches, packed, choices)
+            return results
+        results, packed.routes = self.log_probs(batches, choices), {}
+        self._measure(batches, packed, choices)
         # A stage may have no layer with experts.
         if self.same_layers is not None:
+            routes = [own.routes for own in choices]
             own = routes_by_sample(batches, routes, self._token_share)
             by_rank = self.same_layers.gather_objects(own)
             packed.routes = merge_routes(by_rank)
             packed.expert_load = load_of_fullest(self.load(packed))
         return results
+
+    def _measure(
+        self, batches: Sequence[MicroBatch], packed: PackedRollout, choices: Sequence[Choices]
+    ) -> None:
+        """Adds up the margins of choices for all samples, once a step."""
+        moe = self.shard.config.moe
+        if packed.margins is None and moe is not None and routing(moe).has_rest:
+            packed.margins = Margins()
+            for batch, own in zip(batches, choices, strict=bool(choices)):
+                packed.margins += margins_of(batch, own.margins, self._token_share)
 
     def takes_routes(self, packed: PackedRollout) -> bool:
         """Takes the rollout's routes of the stage's layers, if it has some (arXiv:2510.11370, router replay)."""
@@ -316,14 +334,17 @@ class ForwardPipeline:
         return np.sum(group.gather_objects(own), 0)
 
     def replay(
-        self, batches: Sequence[MicroBatch], packed: PackedRollout
+        self,
+        batches: Sequence[MicroBatch],
+        packed: PackedRollout,
+        choices: list[Choices] | None = None,
     ) -> list[Predictions] | None:
         """Returns log_probs by the routes that `packed` has, which counts where others would be chosen."""
-        planned, chosen = self.planned(batches, packed), list[np.ndarray]()
-        results = self.log_probs(planned, chosen)
+        planned, choices = self.planned(batches, packed), [] if choices is None else choices
+        results = self.log_probs(planned, choices)
         if packed.rollout.routes is not None:
-            for batch, own in zip(planned, chosen, strict=bool(chosen)):
-                packed.choices += count_choices(own, batch.routes)
+            for batch, own in zip(planned, choices, strict=bool(choices)):
+                packed.choices += count_choices(own.routes, batch.routes)
         return results
 
     def planned(

@@ -14,6 +14,7 @@ from mindgrpo.algorithm import losses, non_finite
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import (
+    Margins,
     MicroBatch,
     PackedRollout,
     PackedRow,
@@ -203,9 +204,9 @@ class UpdateReport:
     either end of the clip decided; `padding_share` is of the rows' positions. `expert_load` is expert_plan's
     load_of_fullest of all of the step's samples and layers, None of a model without experts. `routes_replayed` is the
     share of tokens of layers whose experts are the generator's. `routes_changed` is that of those for which the
-    trainer's router chose others in the step's forward passes so far, None without such a pass. `unselected` and
-    `off_policy` are the shares of tokens without a surrogate by `select_tokens` and by off_policy_mask_threshold, None
-    where the settings have neither.
+    trainer's router chose others in the step's forward passes so far, None without such a pass. `margins` are those of
+    PackedRollout, over all ranks. `unselected` and `off_policy` are the shares of tokens without a surrogate by
+    `select_tokens` and by off_policy_mask_threshold, None where the settings have neither.
     """
 
     loss: float
@@ -222,6 +223,7 @@ class UpdateReport:
     routes_changed: float | None = None
     unselected: float | None = None
     off_policy: float | None = None
+    margins: Margins | None = None
 
     @property
     def clip_fraction(self) -> float:
@@ -253,17 +255,21 @@ def update(
     # Those that share rows, and those of a layer, have the same.
     if policy.weights.layout.mesh.group(rank, ("cp", "mp"))[0] != rank:
         own = {}
-    by_rank = policy.backend.world.gather_objects((own, packed.expert_load, packed.choices))
-    merged = {i: pair for samples, _, _ in by_rank for i, pair in samples.items()}
+    of_routers = packed.expert_load, packed.choices, packed.margins
+    by_rank = policy.backend.world.gather_objects((own, *of_routers))
+    merged = {i: pair for samples, *_ in by_rank for i, pair in samples.items()}
     norm = policy.gradient_norm()
     report = replace(
         _report(settings, batch, merged, weights, norm, padding), unselected=unselected
     )
     if policy.shard.config.moe is not None:
-        compared, changed = sum(choices for _, _, choices in by_rank).tolist()
+        _, loads, choices, margins = zip(*by_rank, strict=True)
+        compared, changed = sum(choices).tolist()
+        measured = sum((own for own in margins if own is not None), Margins())
         report = replace(
             report,
-            expert_load=max(load for _, load, _ in by_rank if load is not None),
+            expert_load=max(load for load in loads if load is not None),
+            margins=measured if measured.count else None,
             routes_replayed=float(packed.rollout.routes is not None),
             routes_changed=changed / compared if compared else None,
         )

@@ -268,12 +268,14 @@ def _figures(rollout: Rollout, reports: list[UpdateReport], version: int | None)
         mask = rollout.action_mask[i] & (rollout.weights_version[i] == version)
         gaps.append(np.abs(first[i] - logps)[mask])
     names = ("loss", "grad_norm", "kl", "entropy", "clip_fraction")
+    margins = reports[0].margins
     return {
         "tokens": [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids],
         "lengths": rollout.completion_lengths.tolist(),
         "turns": [sum(m["role"] == "assistant" for m in own) for own in rollout.messages],
         "gap": float(np.concatenate(gaps).max()),
         "stale": float((np.concatenate(rollout.weights_version) != version).mean()),
+        "margins": None if margins is None else [margins.mean, margins.least],
         "logps": [zlib.crc32(first[i].tobytes()) for i in sorted(first)],
         **{name: [float(getattr(report, name)) for report in reports] for name in names},
     }
@@ -411,7 +413,7 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
             for part in (outcome, *outcome["steps"]):
-                for name in ("seconds", "greedy", "per_token", "differences", "logps"):
+                for name in ("seconds", "greedy", "per_token", "differences", "logps", "margins"):
                     part.pop(name, None)
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

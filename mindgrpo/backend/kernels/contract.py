@@ -120,10 +120,12 @@ class Kernels:
         return mindspore_experts.PlainRouter(routing)
 
     def choose_experts(self, routing: Routing) -> nn.Cell:
-        """Makes a cell: (x [N, H], weight [H, E], bias float32 [E]) -> routes int32 [N, K]: the experts of the largest
-        scores, falling, as `routing` says; of equal ones, and of equal groups, the first. There is no gradient.
+        """Makes a cell: (x [N, H], weight [H, E], bias float32 [E]) -> (routes int32 [N, K], margins float32 [N]).
 
-        `bias` is any tensor [1] where it has none.
+        Routes are the experts of the largest scores, falling, as `routing` says; of equal ones, and of equal groups,
+        the first. A margin is the score of the last one, with its bias, minus that of the best one that is not chosen
+        in the groups that are taken, 1e30 where they have no more. There is no gradient. `bias` is any tensor [1] where
+        `routing` has none.
         """
         return mindspore_experts.PlainChooseExperts(routing)
 

@@ -61,11 +61,12 @@ class PlainChooseExperts(nn.Cell):
             scores = scores + bias
         if self.taken < self.groups:
             scores = self.of_best_groups(scores)
-        routes = []
+        routes, value = [], scores[:, :1]
         for _ in range(self.count):
-            first, _, scores = self.largest(scores)
+            first, value, scores = self.largest(scores)
             routes.append(first)
-        return ops.concat(routes, 1).astype(ms.int32)
+        rest = ops.maximum(scores.max(1, keepdims=True), NEVER)
+        return ops.concat(routes, 1).astype(ms.int32), (value - rest).reshape(-1)
 
     def largest(self, scores: Any) -> Any:
         """Returns the first of each row's largest [N, 1], its value, and the scores without it."""

@@ -106,7 +106,7 @@ class NumpyKernels(Kernels):
         return scores
 
     def choose_experts(self, routing: Routing) -> Any:
-        def choose(x: Array, weight: Array, bias: Array) -> Array:
+        def choose(x: Array, weight: Array, bias: Array) -> tuple[Array, Array]:
             scores = _probabilities(x @ weight, routing)
             if routing.has_bias:
                 scores = scores + bias
@@ -116,7 +116,12 @@ class NumpyKernels(Kernels):
             is_taken = np.zeros(sums.shape, bool)
             np.put_along_axis(is_taken, taken, True, 1)
             scores = np.where(is_taken[:, :, None], by_group, NEVER).reshape(scores.shape)
-            return np.argsort(-scores, 1, kind="stable")[:, : routing.per_token].astype(np.int32)
+            order = np.argsort(-scores, 1, kind="stable")
+            falling = np.pad(np.take_along_axis(scores, order, 1), ((0, 0), (0, 1)))
+            falling[:, -1] = NEVER
+            count = routing.per_token
+            margins = falling[:, count - 1] - falling[:, count]
+            return order[:, :count].astype(np.int32), margins.astype(np.float32)
 
         return choose
 

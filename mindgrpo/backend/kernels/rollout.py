@@ -174,6 +174,7 @@ class LayerWeights(NamedTuple):
     gate_up: np.ndarray  # [H, 2 I], or of experts [X, H, 2 J]
     down: np.ndarray  # [I, H], or of experts [X, J, H]
     router: np.ndarray | None = None  # float32 [H, E], where the layer has experts
+    router_bias: np.ndarray | None = None  # float32 [E], for the choice alone
 
     @property
     def matrices(self) -> tuple[np.ndarray, ...]:

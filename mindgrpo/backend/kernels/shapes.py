@@ -55,9 +55,9 @@ class Routing:
     has_bias: bool = False
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the largest scores are chosen."""
-        return not self.has_bias and self.groups == self.groups_taken
+    def has_rest(self) -> bool:
+        """Returns whether groups that are taken have more experts than are chosen."""
+        return self.num_experts // self.groups * self.groups_taken > self.per_token
 
     @property
     def dtype(self) -> np.dtype:

@@ -216,8 +216,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
         "a scale of its own on queries": config.query_scale != config.head_dim**-0.5,
         "latent attention": config.latent is not None,
         "local layers": any(layer.is_local for layer in config.layers),
-        "experts in groups, shared or with a bias": moe is not None
-        and (moe.groups > 1 or moe.shared_inner > 0 or moe.has_bias),
+        "shared experts": moe is not None and moe.shared_inner > 0,
     }
     return [option for option, is_there in options.items() if is_there]
 

@@ -94,7 +94,7 @@ class Decode(nn.Cell):
             made = self.layers[i](x, added, context)
             x, added = made[:2]
             if self.recorded[i]:
-                routes.append(made[2])
+                routes.append(made[2][0])
         logits = self.head.logits(x + added, table)
         seen = logits
         if self.penalises:
@@ -143,7 +143,7 @@ class Prefill(nn.Cell):
             made = self.layers[i](x, added, context)
             x, added = made[:2]
             if self.recorded[i]:
-                routes.append(made[2])
+                routes.append(made[2][0])
         if self.records_routes:
             return ops.stack(routes)
         # What follows the last keys and values is no part of any result, so the compiler leaves it out.

@@ -31,6 +31,7 @@ from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard, local_inner
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
+from mindgrpo.weights.expert_files import BIAS
 
 # A decode step of fewer rows takes as long as one of so many, and a row of it as long as a token of a prompt
 # (scripts/bench/conversations.py).
@@ -274,6 +275,7 @@ def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) 
         return tensors[f"{layer}{name}.weight"].astype(np.float32, copy=False)
 
     has_experts = shard.config.layers[index].has_experts
+    bias = in_float32(f"{layer}mlp.{BIAS}")
     mlp = layer + ("mlp.experts." if has_experts else "mlp.")
     return LayerWeights(
         norm(str(norms.attention_in)),
@@ -287,6 +289,8 @@ def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) 
         tensors[mlp + "gate_up_proj.weight"],
         tensors[mlp + "down_proj.weight"],
         in_float32(layer + "mlp.gate.weight"),
+        # Added as the router of models/moe.py does.
+        None if bias is None else bias[0] + bias[1] + bias[2],
     )
 
 

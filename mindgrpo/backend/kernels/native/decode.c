@@ -222,13 +222,14 @@ static void keep_routes(const Work *w, int64_t row, const int32_t *routes) {
 
 static void route_rows(const Work *w, const ExpertWork *s, Member member) {
     const Rollout *g = w->g;
-    const Routing routing = {(int)g->is_sigmoid, (int)g->renormalises, (float)g->scaling};
+    const Routing routing = {(int)g->is_sigmoid, (int)g->renormalises, (float)g->scaling, (int)g->groups, (int)g->groups_taken};
+    const float *bias = layer_weights(g, w->layer)->router_bias;
     int64_t experts = g->experts, slots = g->routed, begin, end;
     share_out(member, w->rows, &begin, &end);
     expert_probabilities(end - begin, g->hidden, experts, w->normed + begin * g->hidden, w->router, routing,
                          s->p + begin * experts);
     for (int64_t i = begin; i < end; i++) {
-        choose_row(s->p + i * experts, experts, slots, s->routes + i * slots);
+        choose_row(s->p + i * experts, bias, experts, slots, routing, s->routes + i * slots, NULL);
         score_row(s->p + i * experts, s->routes + i * slots, slots, routing, s->scores + i * slots);
         keep_routes(w, i, s->routes + i * slots);
     }

@@ -11,10 +11,15 @@
 /* Rows that a member chooses experts for at a time, and the fewest that a weight's gradient is a sum over (below). */
 enum { CHOSEN_ROWS = 64, LEAST_SUMMED = 64 };
 
+/* Of shapes.py: the score of an expert that is never chosen. */
+#define NEVER -1e30f
+
 /* -- the router ------------------------------------------------------------------------------------------------ */
 
 /* Of tensor `routing`. */
-static Routing routing_of(const float *numbers) { return (Routing){numbers[0] != 0.0f, numbers[1] != 0.0f, numbers[2]}; }
+static Routing routing_of(const float *numbers) {
+    return (Routing){numbers[0] != 0.0f, numbers[1] != 0.0f, numbers[2], (int)numbers[3], (int)numbers[4]};
+}
 
 void expert_probabilities(int64_t rows, int64_t hidden, int64_t experts, const float *x, const float *w, Routing routing,
                           float *p) {
@@ -31,16 +36,42 @@ void expert_probabilities(int64_t rows, int64_t hidden, int64_t experts, const f
     }
 }
 
-/* In falling order, and so behind the one before. */
-void choose_row(const float *p, int64_t experts, int64_t slots, int32_t *routes) {
-    for (int64_t k = 0; k < slots; k++) {
-        int64_t best = -1, before = k ? routes[k - 1] : -1;
-        for (int64_t e = 0; e < experts; e++) {
-            int is_behind = before < 0 || p[e] < p[before] || (p[e] == p[before] && e > before);
-            if (is_behind && (best < 0 || p[e] > p[best])) best = e;
-        }
-        routes[k] = (int32_t)best;
+/* The best of p that comes behind number `before` in falling order, -1 for none; of all where `before` is -1. */
+static int64_t next_best(const float *p, int64_t count, int64_t before) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < count; e++) {
+        int is_behind = before < 0 || p[e] < p[before] || (p[e] == p[before] && e > before);
+        if (is_behind && (best < 0 || p[e] > p[best])) best = e;
     }
+    return best;
+}
+
+/* Lowers p [E] to NEVER in groups that are not taken. */
+static void leave_best_groups(float *p, int64_t experts, Routing routing) {
+    int64_t size = experts / routing.groups, best = -1;
+    float sums[routing.groups];
+    int is_taken[routing.groups];
+    for (int64_t i = 0; i < routing.groups; i++) {
+        int64_t first = next_best(p + i * size, size, -1), second = next_best(p + i * size, size, first);
+        sums[i] = p[i * size + first] + (second < 0 ? 0.0f : p[i * size + second]);
+        is_taken[i] = 0;
+    }
+    for (int64_t k = 0; k < routing.groups_taken; k++)
+        if ((best = next_best(sums, routing.groups, best)) >= 0) is_taken[best] = 1; /* none where all are no numbers */
+    for (int64_t e = 0; e < experts; e++)
+        if (!is_taken[e / size]) p[e] = NEVER;
+}
+
+void choose_row(const float *p, const float *bias, int64_t experts, int64_t slots, Routing routing, int32_t *routes,
+                float *margin) {
+    float own[experts];
+    int64_t best = -1;
+    for (int64_t e = 0; e < experts; e++) own[e] = p[e] + (bias ? bias[e] : 0.0f);
+    if (routing.groups_taken < routing.groups) leave_best_groups(own, experts, routing);
+    for (int64_t k = 0; k < slots; k++) routes[k] = (int32_t)(best = next_best(own, experts, best));
+    if (!margin) return;
+    int64_t other = next_best(own, experts, best);
+    *margin = best < 0 ? NAN : own[best] - (other < 0 ? NEVER : own[other]);
 }
 
 float score_divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing) {
@@ -75,7 +106,7 @@ static void score_rows(const Call *call, int64_t begin, int64_t end) {
 }
 
 /* scores of each token's experts, from the p of all */
-KERNEL(router, "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[3] -> scores f32[N, K], p f32[N, E]") {
+KERNEL(router, "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[5] -> scores f32[N, K], p f32[N, E]") {
     return check_routes(call, 2) ? KERNEL_REFUSED : over_rows(call, score_rows);
 }
 
@@ -115,7 +146,7 @@ static void router_back(void *task, Member member) {
 }
 
 KERNEL(router_grad,
-       "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[3], p f32[N, E], dscores f32[N, K] "
+       "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[5], p f32[N, E], dscores f32[N, K] "
        "-> dx f32[N, H], dw f32[H, E]") {
     RouterGrad t = {call, scratch(call, dim(call, 'N') * dim(call, 'E') + 1)};
     if (!t.dlogits) return KERNEL_OUT_OF_MEMORY;
@@ -133,21 +164,28 @@ static void choose(void *task, Member member) {
     const Choice *t = task;
     const Call *call = t->call;
     int64_t hidden = dim(call, 'H'), experts = dim(call, 'E'), slots = dim(call, 'K'), begin, end;
-    const float *x = call->params[0], *w = call->params[1];
-    float *own = t->p + member.index * CHOSEN_ROWS * experts;
-    int32_t *routes = call->params[3];
+    const float *x = call->params[0], *w = call->params[1], *bias = optional(call, 2);
+    const Routing routing = routing_of(call->params[3]);
+    float *own = t->p + member.index * CHOSEN_ROWS * experts, *margins = call->params[5];
+    int32_t *routes = call->params[4];
     share_out(member, dim(call, 'N'), &begin, &end);
     for (int64_t start = begin; start < end; start += CHOSEN_ROWS) {
         int64_t rows = end - start < CHOSEN_ROWS ? end - start : CHOSEN_ROWS;
-        expert_probabilities(rows, hidden, experts, x + start * hidden, w, routing_of(call->params[2]), own);
+        expert_probabilities(rows, hidden, experts, x + start * hidden, w, routing, own);
         for (int64_t i = 0; i < rows; i++)
-            choose_row(own + i * experts, experts, slots, routes + (start + i) * slots);
+            choose_row(own + i * experts, bias, experts, slots, routing, routes + (start + i) * slots, margins + start + i);
     }
 }
 
-/* The K experts of the largest scores, the first of equal ones first. */
-KERNEL(choose_experts, "x f32[N, H], w f32[H, E], routing f32[3] -> routes i32[N, K]") {
-    if (dim(call, 'K') > dim(call, 'E')) return refuse(call, "%ld of %ld experts", dim(call, 'K'), dim(call, 'E'));
+/* The experts of each token and its margin, as choose_row has them. */
+KERNEL(choose_experts,
+       "x f32[N, H], w f32[H, E], bias f32[E]?, routing f32[5] -> routes i32[N, K], margins f32[N]") {
+    const Routing routing = routing_of(call->params[3]);
+    int64_t experts = dim(call, 'E'), slots = dim(call, 'K');
+    if (routing.groups < 1 || experts % routing.groups || routing.groups_taken < 1 || routing.groups_taken > routing.groups)
+        return refuse(call, "%d of %d groups of %ld experts", routing.groups_taken, routing.groups, experts);
+    if (slots > experts / routing.groups * routing.groups_taken)
+        return refuse(call, "%ld of %ld experts", slots, experts / routing.groups * routing.groups_taken);
     Choice t = {call, scratch(call, pool_size() * CHOSEN_ROWS * dim(call, 'E'))};
     if (!t.p) return KERNEL_OUT_OF_MEMORY;
     pool_run(choose, &t);

@@ -8,18 +8,23 @@
 
 #include <stdint.h>
 
-/* Whether scores are sigmoids, whether those of a token are divided by their sum, and their factor. */
+/* Whether scores are sigmoids, whether those of a token are divided by their sum, and their factor; groups of experts, and
+ * how many of them a token's may be of. */
 typedef struct {
     int is_sigmoid, renormalises;
     float scaling;
+    int groups, groups_taken;
 } Routing;
 
 /* p [rows, E]: softmax or sigmoid of x [rows, H] w [H, E], each row by itself. */
 void expert_probabilities(int64_t rows, int64_t hidden, int64_t experts, const float *x, const float *w, Routing routing,
                           float *p);
 
-/* routes [K]: the experts of the largest p [E], falling; the first of equal ones first. */
-void choose_row(const float *p, int64_t experts, int64_t slots, int32_t *routes);
+/* routes [K]: the experts of the largest p [E], falling; the first of equal ones first. `bias` [E], if there is one, is
+ * added for the choice, and only the groups whose two best make the largest sums have a part in it (arXiv:2412.19437,
+ * section 2.1.2). `margin`, if it is wanted: the last one's minus the best one's that is not chosen; 1e30 without one. */
+void choose_row(const float *p, const float *bias, int64_t experts, int64_t slots, Routing routing, int32_t *routes,
+                float *margin);
 
 /* The sum of p at a token's experts; 1 where scores are not divided by it, or the token has none. */
 float score_divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing);

@@ -19,8 +19,8 @@ def _float32_thrice(*types: Any) -> Any:
     return ms.float32, ms.float32, ms.float32
 
 
-def _int32(*types: Any) -> Any:
-    return ms.int32
+def _int32_and_float32(*types: Any) -> Any:
+    return ms.int32, ms.float32
 
 
 def _int32_thrice(*types: Any) -> Any:
@@ -28,7 +28,8 @@ def _int32_thrice(*types: Any) -> Any:
 
 
 def _numbers(routing: Routing) -> Tensor:
-    return Tensor([routing.is_sigmoid, routing.renormalise, routing.scaling], ms.float32)
+    groups = routing.groups, routing.groups_taken
+    return Tensor([routing.is_sigmoid, routing.renormalise, routing.scaling, *groups], ms.float32)
 
 
 class Router(nn.Cell):
@@ -53,23 +54,22 @@ class Router(nn.Cell):
 
 
 class ChooseExperts(nn.Cell):
-    """Of the largest scores, without a bias or groups."""
-
     def __init__(self, routing: Routing) -> None:
         super().__init__()
         per_token = routing.per_token
 
-        def shape(x: Any, *others: Any) -> Any:
-            return [x[0], per_token]
+        def shapes(x: Any, *others: Any) -> Any:
+            return [x[0], per_token], [x[0]]
 
-        def bprop(x: Any, weight: Any, numbers: Any, out: Any, dout: Any) -> Any:
-            return ops.zeros_like(x), ops.zeros_like(weight), ops.zeros_like(numbers)
+        def bprop(x: Any, weight: Any, bias: Any, numbers: Any, out: Any, dout: Any) -> Any:
+            of_choice = ops.zeros_like(bias), ops.zeros_like(numbers)
+            return ops.zeros_like(x), ops.zeros_like(weight), *of_choice
 
-        self.run = operation("choose_experts", shape, _int32, bprop)
+        self.run = operation("choose_experts", shapes, _int32_and_float32, bprop)
         self.numbers = _numbers(routing)
 
     def construct(self, x: Any, weight: Any, bias: Any) -> Any:
-        return self.run(x, weight, self.numbers)
+        return self.run(x, weight, bias, self.numbers)
 
 
 class SortSlots(nn.Cell):

@@ -12,7 +12,7 @@ KERNEL(rollout_layer_weights,
     if (!g) return KERNEL_REFUSED;
     if (meta[1] < 0 || meta[1] >= g->layers) return refuse(call, "there is no layer %d", meta[1]);
     const float *w[WEIGHTS] = {NULL};
-    for (int i = 0; i < WEIGHTS - 1; i++) w[i] = optional(call, i);
+    for (int i = 0; i < WEIGHTS - 2; i++) w[i] = optional(call, i);
     if (!w[3] != !w[4]) return refuse(call, "one norm of queries and keys is missing");
     if ((!w[8] || !w[9]) != (g->expert_layer[meta[1]] >= 0))
         return refuse(call, "layer %d has either an MLP or experts", meta[1]);
@@ -20,16 +20,17 @@ KERNEL(rollout_layer_weights,
     return 0;
 }
 
-/* The same of a layer's router and of this rank's X experts, once the layer has its other weights. */
+/* The same of a layer's router, what it adds for the choice, and this rank's X experts, once the layer has its other weights. */
 KERNEL(rollout_expert_weights,
-       "router f32[H, E], gate_up f32|bf16[X, H, 2J], down f32|bf16[X, J, H], meta i32[2]") {
-    const int32_t *meta = call->params[3];
+       "router f32[H, E], bias f32[E]?, gate_up f32|bf16[X, H, 2J], down f32|bf16[X, J, H], meta i32[2]") {
+    const int32_t *meta = call->params[4];
     const Rollout *g = rollout_of(call, meta);
     if (!g) return KERNEL_REFUSED;
     if (meta[1] < 0 || meta[1] >= g->layers || g->expert_layer[meta[1]] < 0)
         return refuse(call, "layer %d has no experts", meta[1]);
     LayerWeights *w = layer_weights(g, meta[1]);
-    w->router = call->params[0], w->gate_up = call->params[1], w->down = call->params[2];
+    w->router = call->params[0], w->router_bias = optional(call, 1);
+    w->gate_up = call->params[2], w->down = call->params[3];
     return 0;
 }
 

@@ -333,9 +333,7 @@ class NativeKernels(Kernels):
         return experts.Router(routing)
 
     def choose_experts(self, routing: Routing) -> nn.Cell:
-        return (
-            experts.ChooseExperts(routing) if routing.is_plain else super().choose_experts(routing)
-        )
+        return experts.ChooseExperts(routing)
 
     def sort_slots(self, routing: Routing) -> nn.Cell:
         return experts.SortSlots(routing)

@@ -52,7 +52,8 @@ static int check_table(const Call *call, const Rollout *g) {
         g->vocab_rows % g->vocab_leaves)
         return refuse(call, "%ld leaves of products and %ld of the vocabulary", g->leaves, g->vocab_leaves);
     if (g->first_expert < 0 || g->local_experts < 0 || g->first_expert + g->local_experts > g->experts ||
-        g->routed < 0 || g->routed > g->experts || g->expert_layers > g->layers)
+        g->routed < 0 || g->routed > g->experts || g->expert_layers > g->layers || g->groups < 1 || g->experts % g->groups ||
+        g->groups_taken < 1 || g->groups_taken > g->groups)
         return refuse(call, "%ld experts from %ld on of %ld", g->local_experts, g->first_expert, g->experts);
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
     return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);

@@ -25,6 +25,7 @@
     NUMBER(int64_t, experts) NUMBER(int64_t, first_expert) NUMBER(int64_t, local_experts)                             \
     NUMBER(int64_t, expert_group) NUMBER(int64_t, routed)                                                             \
     NUMBER(int64_t, expert_inner) NUMBER(int64_t, is_sigmoid) NUMBER(int64_t, renormalises) NUMBER(double, scaling)   \
+    NUMBER(int64_t, groups) NUMBER(int64_t, groups_taken)                                                             \
     NUMBER(int64_t, expert_layers) ARRAY(int32_t, expert_layer, g->layers)                                            \
     NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \
     NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)                                                                 \
@@ -87,7 +88,8 @@ typedef struct {
 } Rollout;
 
 typedef struct {
-    const float *norm, *qkv, *bias, *q_norm, *k_norm, *out, *out_bias, *norm_mlp, *gate_up, *down, *router;
+    const float *norm, *qkv, *bias, *q_norm, *k_norm, *out, *out_bias, *norm_mlp, *gate_up, *down, *router,
+        *router_bias;
 } LayerWeights;
 
 typedef struct {

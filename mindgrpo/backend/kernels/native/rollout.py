@@ -139,6 +139,8 @@ def _expert_numbers(experts: LocalExperts | None) -> dict[str, float]:
         "is_sigmoid": int(routing.is_sigmoid),
         "renormalises": int(routing.renormalise),
         "scaling": routing.scaling,
+        "groups": routing.groups,
+        "groups_taken": routing.groups_taken,
         "first_expert": experts.first,
         "local_experts": experts.count,
         "expert_group": experts.group,
@@ -220,11 +222,11 @@ class Slots:
         """Registers the weights, which are read where they lie; to be called again whenever they have changed."""
         self._weights = []
         for index, weights in enumerate(layers):
-            *tensors, gate_up, down, router = (
+            *tensors, gate_up, down, router, bias = (
                 NOTHING if array is None else array for array in weights
             )
             meta = np.array([*self._number, index], np.int32)
-            experts, mlp = (router, gate_up, down), (gate_up, down)
+            experts, mlp = (router, bias, gate_up, down), (gate_up, down)
             has_experts = weights.router is not None
             dense = (NOTHING, NOTHING) if has_experts else mlp
             call_kernel("rollout_layer_weights", *tensors, *dense, meta)
