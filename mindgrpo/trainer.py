@@ -89,7 +89,7 @@ class GRPOTrainer(TrainingLoop):
             learning_rate,
             run.watch.step_phase,
             self.conversations,
-            self.session.unfinished,
+            self.session.carried,
         )
         self.evaluator = Evaluator(self.stepper.replicas, self.scorer, run.config.rl_config.seed)
         on_first_rank(backend, inputs.check_rewards)
@@ -106,7 +106,7 @@ class GRPOTrainer(TrainingLoop):
     def _step(self, step: int) -> dict[str, Any]:
         """Runs step number `step`, from 0, and returns its metrics."""
         run, outcome = self.run, self.stepper.run(step)
-        self.unfinished = self.stepper.unfinished
+        self.carried = self.stepper.carried
         run.watch.dump(outcome)
         owners = run.prompts.owners(outcome.batch.rollout.group_ids)
         run.record.samples(step + 1, owners, outcome)

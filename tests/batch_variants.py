@@ -37,6 +37,7 @@ NOW, REFERENCE, ENTROPY = _moved(OLD, 0.35), _moved(OLD, 0.4), _tokens(0.1, 3.0)
 REWARDS = np.round(_draw.uniform(0.0, 2.0, NUM_SAMPLES), 2)
 REWARDS[:NUM_GENERATIONS] = 0.5  # a group to learn nothing from
 GREEDY = _draw.uniform(0.0, 2.0, NUM_PROMPTS)
+BASELINES = _draw.uniform(0.0, 2.0, NUM_SAMPLES)
 COMPONENTS = [(weight, _draw.uniform(0.0, 1.0, NUM_SAMPLES)) for weight in (1.0, 0.5)]
 
 
@@ -116,7 +117,15 @@ BATCH_VARIANTS: dict[str, tuple[LossConfig, AdvantageConfig]] = {
 
 def batch_of(advantages: AdvantageConfig, old: Arrays, reference: Arrays) -> TrainBatch:
     return compute_advantages(
-        ROLLOUT, REWARDS, advantages, old, reference, TURN_REWARDS, COMPONENTS, GREEDY
+        ROLLOUT,
+        REWARDS,
+        advantages,
+        old,
+        reference,
+        TURN_REWARDS,
+        COMPONENTS,
+        GREEDY,
+        BASELINES,
     )[0]
 
 

@@ -306,6 +306,7 @@ ROLLOUT = Rollout.single_turn(
 )
 REWARDS = np.array([0.0, 1.0, 0.5, 1.0, 1.0, 0.0])
 GREEDY = np.array([0.75, 0.25])
+BASELINES = np.linspace(-0.3, 0.7, REWARDS.size)
 COMPONENTS = [(1.0, np.arange(6.0)), (-0.5, np.array([1.0, 0, 0, 1, 1, 0]))]
 
 
@@ -339,14 +340,17 @@ def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, esti
         ("gpg", lambda: rescaled_advantages(REWARDS, 3)),
         ("gdpo", lambda: decoupled_advantages(COMPONENTS, 3)),
         ("remax", lambda: (REWARDS - np.repeat(GREEDY, 3)).astype(np.float32)),
+        ("rae", lambda: (REWARDS - BASELINES).astype(np.float32)),
     ],
 )
 def test_an_estimator_is_found_by_its_name(name: str, function: Callable[[], np.ndarray]) -> None:
     config = AdvantageConfig(3, name, ESTIMATORS[name])
-    batch, _ = compute_advantages(ROLLOUT, REWARDS, config, components=COMPONENTS, greedy=GREEDY)
+    batch, _ = compute_advantages(
+        ROLLOUT, REWARDS, config, components=COMPONENTS, greedy=GREEDY, baselines=BASELINES
+    )
     np.testing.assert_array_equal(batch.advantages, function())
     assert batch.advantages.any() and batch.advantages.dtype == np.float32
-    needs = {"gdpo": "each function", "remax": "of greedy completions"}
+    needs = {"gdpo": "each function", "remax": "of greedy completions", "rae": "of roles"}
     if name in needs:
         with pytest.raises(ValueError, match=needs[name]):
             compute_advantages(ROLLOUT, REWARDS, config)

@@ -65,6 +65,9 @@ def config(**keys: Any) -> Config:
             "use reinforce_plus_plus",
         ),
         ({"advantage_estimator": "rloo", "scale_rewards": "group"}, "is defined with none"),
+        ({"role_column": "player"}, "does not use, but rae"),
+        ({"role_baseline_ema_gamma": 0.9}, "does not use, but rae"),
+        ({"advantage_estimator": "rae", "kl_in_reward": True}, "averages them as they are"),
         (
             {"advantage_estimator": "remax", "environment": "a.py:A"},
             "remax draws a greedy completion of a prompt",
@@ -137,6 +140,7 @@ def test_choices_that_do_not_go_together_are_refused(keys: dict[str, Any], sente
         {"advantage_estimator": "reinforce_plus_plus", "num_generations": 1},
         {"advantage_estimator": "rloo", "scale_rewards": "none"},
         {"advantage_estimator": "remax", "num_generations": 1},
+        {"advantage_estimator": "rae", "num_generations": 1, "role_column": "player"},
         {"scale_rewards": "batch"},
         {"advantage_estimator": "pass_at_k", "scale_rewards": "none"},
         {"kl_in_reward": True, "importance_sampling_level": "sequence"},

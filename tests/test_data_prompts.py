@@ -265,6 +265,24 @@ def test_a_sampler_goes_on_where_its_position_says(tokenizer: Tokenizer) -> None
     assert drawn + [prompt.index for prompt in resumed.take(10)] == whole
 
 
+def test_rows_that_are_solved_are_passed_over_until_none_is_left(tokenizer: Tokenizer) -> None:
+    prompts = prompt_set(questions(7), tokenizer)
+    sampler = PromptSource(prompts, 5, 3)
+    orders = [epoch_order(7, 5, epoch).tolist() for epoch in range(9)]
+    first = [prompt.index for prompt in sampler.begin_step(0)]
+    sampler.solve([0, 2])
+    assert sampler.solved == {first[0], first[2]}
+    expected = orders[0][3:] + [row for row in orders[1] if row not in sampler.solved]
+    assert [prompt.index for prompt in sampler.take(9)] == expected
+    again = PromptSource(prompts, 5, 3, sampler.position)
+    again.solved = set(sampler.solved)
+    assert [p.index for p in again.take(4)] == [p.index for p in sampler.take(4)]
+    # All seven: then every row is drawn again, from where the run is.
+    sampler.solved = set(range(7))
+    at = sampler.position
+    assert sampler.next_positions(3) == [at, at + 1, at + 2] and not sampler.solved
+
+
 def config(tmp_path: Path, text: str, *overrides: str) -> Any:
     path = tmp_path / "run.yaml"
     path.write_text("rl_config:\n" + text)

@@ -6,7 +6,7 @@ neither depends on how samples are shared out over updates or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -138,6 +138,21 @@ def against_greedy(rewards: np.ndarray, greedy: np.ndarray, num_generations: int
     """
     advantages = _groups(rewards, num_generations) - greedy.astype(np.float64)[:, None]
     return advantages.reshape(-1).astype(np.float32)
+
+
+def role_baselines(
+    rewards: np.ndarray, roles: Sequence[str], baselines: Mapping[str, float], gamma: float
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Moves each role's baseline by its samples' rewards in order, b = gamma b + (1 - gamma) r, from 0 at first.
+
+    Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): a sample's advantage is r - b, b having moved by r
+    already. Returns float64 [samples], the b of each sample, and the baselines by role after all of them. `rewards`
+    float [samples]; raises ValueError on NaN.
+    """
+    after, own = dict(baselines), np.zeros(len(roles))
+    for i, (role, reward) in enumerate(zip(roles, _groups(rewards, 1)[:, 0].tolist(), strict=True)):
+        after[role] = own[i] = gamma * after.get(role, 0.0) + (1.0 - gamma) * reward
+    return own, after
 
 
 def turn_advantages(

@@ -161,6 +161,7 @@ ESTIMATORS = {
     "pass_at_k": "group",
     "gpg": "none",
     "remax": "none",
+    "rae": "none",
 }
 # Those with which scale_rewards is a choice.
 ANY_SCALE = {"grpo": ("group", "batch", "none"), "pass_at_k": ("group", "none")}
@@ -199,6 +200,7 @@ class AdvantageConfig:
     std_floor: float = STD_FLOOR
     by_turn: bool = False
     distillation_coef: float = 0.0
+    role_baseline_ema_gamma: float = 0.95
 
     @property
     def needs_old(self) -> bool:

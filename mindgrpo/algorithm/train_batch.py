@@ -45,13 +45,14 @@ def compute_advantages(
     turn_rewards: Arrays | None = None,
     components: Components = (),
     greedy: np.ndarray | None = None,
+    baselines: np.ndarray | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
 
     `components` are each reward function's, which gdpo needs; `greedy` float [groups] are rewards of greedy
-    completions, which remax needs; `turn_rewards` float [turns] per sample are needed where
-    turns have advantages of their own. `old_logps` and `reference_logps` float32 [completion length] per sample are the
-    policy's before its update and the reference's.
+    completions, which remax needs, and `baselines` float [samples] those of roles, which rae needs; `turn_rewards`
+    float [turns] per sample are needed where turns have advantages of their own. `old_logps` and `reference_logps`
+    float32 [completion length] per sample are the policy's before its update and the reference's.
     Raises ValueError on rewards that are not finite, and where the settings need what is not given.
     """
     sample_mask = None
@@ -75,7 +76,7 @@ def compute_advantages(
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
-        advantages = _by_sample(rollout, rewards, config, components, greedy)
+        advantages = _by_sample(rollout, rewards, config, components, greedy, baselines)
     if config.distillation_coef > 0:
         earned = advantages if token_advantages is None else token_advantages
         token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
@@ -110,6 +111,7 @@ def _by_sample(
     config: AdvantageConfig,
     components: Components,
     greedy: np.ndarray | None,
+    baselines: np.ndarray | None,
 ) -> np.ndarray:
     """Returns float32 [samples], of the estimators that give a sample one advantage."""
     count, scale, floor = config.num_generations, config.scale_rewards, config.std_floor
@@ -124,6 +126,10 @@ def _by_sample(
             if greedy is None:
                 raise ValueError("remax needs the rewards of greedy completions")
             return against_greedy(rewards, greedy, count)
+        case "rae":
+            if baselines is None:
+                raise ValueError("rae needs the baselines of roles")
+            return (rewards - baselines).astype(np.float32)
         case "maxrl":
             return maximum_likelihood(rewards, count, floor)
         case "opo":

@@ -227,8 +227,9 @@ class RunState(ManifestModel):
     over all epochs; `updates` and `weights_version` are the optimizer's and the policy's counts; `seconds` is the time
     that the run has taken over all its sessions. `output_paths` are folders of the run outside of its own. `open_row`
     has the metrics of `step` where its evaluation is still to be made, and None where the step is finished.
-    `unfinished` are groups of partial rollouts that continue in the next step, the oldest first. `shapes` are those of
-    micro-batches, by phase.
+    `unfinished` are groups of partial rollouts that continue in the next step, the oldest first, and `baselines` those
+    of rae by role. `solved` are the numbers of rows that are not drawn again. `shapes` are those of micro-batches, by
+    phase.
     """
 
     step: Count
@@ -243,6 +244,8 @@ class RunState(ManifestModel):
     output_paths: dict[str, str] = Field({}, alias="places")
     open_row: dict[str, Any] | None = None
     unfinished: list[StoredGroup] = []
+    baselines: dict[str, float] = {}
+    solved: list[Count] = []
     shapes: dict[str, StoredShapes] = {}
 
 

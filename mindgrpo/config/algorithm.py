@@ -123,12 +123,24 @@ class AlgorithmKeys(Section):
         "pass_at_k",
         "gpg",
         "remax",
+        "rae",
     ] = "grpo"
     """baseline that is subtracted from the reward. grpo, gpg: mean of the group; rloo: mean of the other samples of the
     group; reinforce_plus_plus: mean over the tokens of the step; reinforce_plus_plus_baseline: mean of the group, then
     mean over the tokens of the step; gdpo: mean of the group, for each reward function by itself; maxrl: mean of the
     group, which is the divisor too; opo: mean of the group weighted by length; pass_at_k: the second best of the group,
-    for the best one only; remax: the reward of a greedy completion, one more of each prompt, which is not trained on"""
+    for the best one only; remax: the reward of a greedy completion, one more of each prompt, which is not trained on;
+    rae: the moving average of the rewards of the sample's role, over the run"""
+    role_column: str | None = None
+    """column of the rows that names the role whose baseline rae uses, such as a game and a player; null: one baseline
+    for all rows"""
+    role_baseline_ema_gamma: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share that rae's baseline keeps of itself when it moves by a sample's reward; null: "
+        f"{AdvantageConfig.role_baseline_ema_gamma:g}",
+    )
     # Users of other trainers write true for the group's deviation and false for none.
     scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         None
@@ -161,6 +173,10 @@ class AlgorithmKeys(Section):
     """exclude completions that were truncated at max_tokens from the loss"""
     mask_equal_groups: bool = False
     """exclude groups whose rewards are all equal from the loss and its averages (ScaleRL's zero-variance filter)"""
+    no_positive_resampling: float | None = Field(None, gt=0, le=1)
+    """do not draw a prompt again once so large a share of its samples, such as 0.9, has a reward of eval_pass_threshold
+    at least (ScaleRL); once no prompt is left, all are drawn again. max_steps and epochs count as without it; null:
+    off"""
     dynamic_sampling: bool = False
     """replace groups whose rewards are all equal (zero advantage) with groups of new prompts"""
     dynamic_sampling_rounds: int | None = Field(

@@ -63,12 +63,23 @@ def _clips(rl: RLConfig) -> Iterator[str]:
 
 def _estimator(rl: RLConfig) -> Iterator[str]:
     estimator, scale = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
-    alone = ("reinforce_plus_plus", "remax")
+    alone = ("reinforce_plus_plus", "remax", "rae")
     if rl.num_generations == 1 and estimator not in alone and not rl.distillation_coef:
         yield (
             f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
             "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
-            "reinforce_plus_plus or remax"
+            "reinforce_plus_plus, remax or rae"
+        )
+    for name in ("role_column", "role_baseline_ema_gamma"):
+        if getattr(rl, name) is not None and estimator != "rae":
+            yield (
+                f"rl_config.{name} is {getattr(rl, name)}, which rl_config.advantage_estimator {estimator} does not "
+                f"use, but rae; leave {name} out or use rae"
+            )
+    if estimator == "rae" and rl.kl_in_reward:
+        yield (
+            "rl_config.kl_in_reward changes the rewards, and rl_config.advantage_estimator rae averages them as they "
+            "are; set kl_in_reward to false or use grpo"
         )
     if estimator == "remax" and rl.environment is not None:
         yield (

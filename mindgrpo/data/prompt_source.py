@@ -1,7 +1,7 @@
 """Gives steps their prompts, in an order that is a function of (seed, epoch) alone.
 
 Steps follow one another through the epochs without losing a row, so how far a run is in its data is one number, and
-setting that number resumes it.
+setting that number, and the rows that are not to be drawn again, resumes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from mindgrpo.data.prompts import Prompt, PromptSet
 class PromptSource:
     """Takes the next of `prompts`, `prompts_per_step` at the start of a step, and numbers them by group.
 
-    `position` counts the prompts drawn since the start of the run, over all epochs.
+    `position` counts the prompts drawn or passed over since the start of the run, over all epochs. `solved` are the
+    numbers of rows that are passed over; once these are all, they are none again.
     """
 
     def __init__(
@@ -25,6 +26,7 @@ class PromptSource:
         self._prompts, self._seed, self.position = prompts, seed, position
         self._prompts_per_step = prompts_per_step
         self._by_group: list[Prompt] = []
+        self.solved: set[int] = set()
 
     def begin_step(self, step: int) -> list[Prompt]:
         """Draws the prompts of groups 0, 1, ... of step number `step`."""
@@ -50,10 +52,21 @@ class PromptSource:
         """Draws the next `count` prompts."""
         return self.at(self.next_positions(count))
 
-    def next_positions(self, count: int) -> range:
+    def solve(self, groups: Sequence[int]) -> None:
+        """Passes over the rows of these groups from now on."""
+        self.solved.update(prompt.index for prompt in self.owners(groups))
+
+    def next_positions(self, count: int) -> Sequence[int]:
         """Takes the next `count` prompts in the run's order and returns their positions."""
-        begin, self.position = self.position, self.position + count
-        return range(begin, self.position)
+        if len(self.solved) >= len(self._prompts):
+            self.solved.clear()
+        taken: list[int] = []
+        while len(taken) < count:
+            begin, self.position = self.position, self.position + count - len(taken)
+            ahead = range(begin, self.position)
+            drawn = zip(ahead, self.at(ahead), strict=True)
+            taken += [at for at, p in drawn if not self.solved or p.index not in self.solved]
+        return taken
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Returns the prompts that are drawn at these positions."""

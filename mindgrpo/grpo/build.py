@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 
 from mindgrpo.algorithm.non_finite import in_arrays
-from mindgrpo.algorithm.sample import PartialGroup
+from mindgrpo.algorithm.sample import NOTHING_CARRIED, CarriedOver
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
@@ -250,9 +250,9 @@ def make_stepper(
     learning_rate: Callable[[int], float],
     phases: Phases = nullcontext,
     conversations: Conversations | None = None,
-    unfinished: tuple[PartialGroup, ...] = (),
+    carried: CarriedOver = NOTHING_CARRIED,
 ) -> Stepper:
-    """Makes what runs the steps; `unfinished` groups of a run's partial rollouts continue in its next step."""
+    """Makes what runs the steps, which continue what earlier ones have `carried` over."""
     plan, backend = roles.plan, roles.backend
     rl, ref = plan.config.rl_config, plan.config.ref_config
     settings = StepSettings(
@@ -273,12 +273,25 @@ def make_stepper(
             backend.compute_dtype,
             backend.kernels.batch_invariant,
         ),
+        role_column=rl.role_column,
+        no_positive_resampling=rl.no_positive_resampling,
+        pass_threshold=rl.eval_pass_threshold,
     )
     replicas = Replicas(roles.engine, plan.infer.mesh, backend, conversations)
     asked, partial = PartialSettings.of(plan.batch), None
     if asked is not None:
-        partial = PartialRollouts(asked, prompts, replicas, unfinished)
-    return Stepper(settings, roles, replicas, prompts, scorer, learning_rate, phases, partial)
+        partial = PartialRollouts(asked, prompts, replicas, carried.unfinished)
+    return Stepper(
+        settings,
+        roles,
+        replicas,
+        prompts,
+        scorer,
+        learning_rate,
+        phases,
+        partial,
+        carried.baselines,
+    )
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:

@@ -58,7 +58,8 @@ class StepOutcome:
     `seconds` by phase on this rank, and of the whole under "step". `stats` are this rank's, of all the step's rollouts.
     `resampling` is None without dynamic sampling, `correction` without a correction for the generator,
     `partial` where every rollout is whole, `greedy` (float [groups], rewards) without remax. `late_compiles` counts
-    graphs compiled in steps after the session's first.
+    graphs compiled in steps after the session's first. `solved` counts the prompts that are not drawn again, None where
+    all are.
     """
 
     batch: TrainBatch
@@ -73,6 +74,7 @@ class StepOutcome:
     partial: PartialMetrics | None = None
     late_compiles: int = 0
     greedy: np.ndarray | None = None
+    solved: int | None = None
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
@@ -201,6 +203,8 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
         metrics["masked_fraction"] = float(1.0 - outcome.batch.sample_mask.mean())
     if outcome.greedy is not None:
         metrics["reward/greedy"] = float(outcome.greedy.mean())
+    if outcome.solved is not None:
+        metrics["solved_prompts"] = outcome.solved
     if outcome.resampling is not None:
         metrics |= {
             "dynamic_sampling/rounds": outcome.resampling.rounds,

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mindgrpo.algorithm import non_finite
-from mindgrpo.algorithm.advantages import zero_std_groups
+from mindgrpo.algorithm.advantages import role_baselines, zero_std_groups
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.non_finite import NonFinite
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
-from mindgrpo.algorithm.sample import Arrays, PartialGroup, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Arrays, CarriedOver, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import agree, digest
@@ -58,6 +58,9 @@ class StepSettings:
 
     `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
     follows the policy every `reference_sync_steps` steps, never if None. `gap_limit` is of the log-prob gap; None: any.
+    `role_column` is the column of rows that names a sample's role for rae; None: all have one. Prompts of which the
+    share `no_positive_resampling` of samples have rewards of `pass_threshold` at least are not drawn again; None: all
+    are.
     """
 
     num_generations: int
@@ -72,6 +75,9 @@ class StepSettings:
     resampling_rounds: int = 0
     reference_sync_steps: int | None = None
     gap_limit: GapLimit | None = None
+    role_column: str | None = None
+    no_positive_resampling: float | None = None
+    pass_threshold: float = 1.0
 
     @property
     def updates_per_step(self) -> int:
@@ -91,18 +97,21 @@ class Stepper:
         learning_rate: Callable[[int], float],
         phases: Phases = nullcontext,
         partial: PartialRollouts | None = None,
+        baselines: Mapping[str, float] | None = None,
     ) -> None:
         self.settings, self.roles, self.backend = settings, roles, replicas.backend
         self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
         self.partial, self._learning_rate, self._phases = partial, learning_rate, phases
+        self._baselines = baselines or {}
         self._seconds: dict[str, float] = {}
         # Graphs that were compiled after this session's first step; None before its end.
         self._late_compiles: int | None = None
 
     @property
-    def unfinished(self) -> tuple[PartialGroup, ...]:
-        """Returns groups of partial rollouts that continue in the next step."""
-        return () if self.partial is None else self.partial.unfinished
+    def carried(self) -> CarriedOver:
+        """Returns what continues in the next step."""
+        unfinished = () if self.partial is None else self.partial.unfinished
+        return CarriedOver(unfinished, self._baselines, tuple(sorted(self._prompts.solved)))
 
     def run(self, step: int) -> StepOutcome:
         """Runs step number `step`, from 0; all ranks together, with the same outcome. Raises GapTooLarge."""
@@ -148,6 +157,7 @@ class Stepper:
             None if self.partial is None else self.partial.metrics,
             self._late_compiles,
             greedy,
+            None if settings.no_positive_resampling is None else len(self._prompts.solved),
         )
 
     @contextmanager
@@ -242,8 +252,18 @@ class Stepper:
             return generate(SeedKey(seed, ROLLOUT, step), version)
 
     def _score(self, rollout: Rollout) -> Scored:
+        settings = self.settings
         with self._phase("score"):
-            return self._scorer.score(rollout, self._prompts.owners(rollout.group_ids))
+            scored = self._scorer.score(rollout, self._prompts.owners(rollout.group_ids))
+        if settings.no_positive_resampling is not None:
+            passed = scored.scores.total.reshape(-1, settings.num_generations)
+            rates = (passed >= settings.pass_threshold).mean(1)
+            of_groups = rollout.group_ids[:: settings.num_generations]
+            are_solved = (rates >= settings.no_positive_resampling).tolist()
+            self._prompts.solve(
+                [g for g, is_solved in zip(of_groups, are_solved, strict=True) if is_solved]
+            )
+        return scored
 
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
@@ -279,12 +299,26 @@ class Stepper:
                 scored.turn_rewards,
                 scored.scores.components if decoupled else (),
                 greedy,
+                self._role_baselines(rollout, rewards),
             )
             bad = non_finite.in_batch(batch)
         else:
             unknown = np.full(len(rollout), np.nan, np.float32)
             batch = TrainBatch(rollout, unknown, None, old_logps, reference_logps)
         return batch, correction, agree_on_batch(self.backend, batch, rewards, bad, step)
+
+    def _role_baselines(self, rollout: Rollout, rewards: np.ndarray) -> np.ndarray | None:
+        """Returns float64 [samples] of `role_baselines`, once a step; None where the advantages are not rae's."""
+        config, column = self.settings.advantages, self.settings.role_column
+        if config.advantage_estimator != "rae":
+            return None
+        roles = [""] * len(rollout)
+        if column is not None:
+            owners = self._prompts.owners(rollout.group_ids)
+            roles = [str(owner.columns[column]) for owner in owners]
+        gamma = config.role_baseline_ema_gamma
+        own, self._baselines = role_baselines(rewards, roles, self._baselines, gamma)
+        return own
 
     def _update(
         self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None

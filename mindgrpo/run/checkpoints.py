@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mindgrpo.algorithm.sample import PartialGroup
+from mindgrpo.algorithm.sample import CarriedOver
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
@@ -127,14 +127,14 @@ class RunCheckpoints:
         self,
         step: int,
         prompts: int,
-        unfinished: Sequence[PartialGroup] = (),
+        carried: CarriedOver,
         row: dict[str, Any] | None = None,
         in_background: bool = True,
     ) -> dict[str, Any]:
         """Saves the state at the end of `step`, all but its name; returns metrics for the step's row.
 
-        `prompts` had been taken by then, and `unfinished` groups continue in the next step; `row` has the metrics of a
-        step whose evaluation is still to be made.
+        `prompts` had been taken by then, and the step has `carried` over the rest; `row` has the metrics of a step
+        whose evaluation is still to be made.
         """
         self.commit()
         started = time.perf_counter()
@@ -145,7 +145,9 @@ class RunCheckpoints:
             weights_version=self._roles.policy.version,
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
-            unfinished=stored_groups(unfinished),
+            unfinished=stored_groups(carried.unfinished),
+            baselines=dict(carried.baselines),
+            solved=list(carried.solved),
             shapes={
                 phase: StoredShapes(in_use=list(choice.in_use), excess=choice.excess)
                 for phase, choice in self._roles.shape_choices.items()

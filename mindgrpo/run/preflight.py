@@ -263,6 +263,11 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     turns = read_turns(config, tokenizer)
     prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file")
     held_out = held_out_prompts(config, tokenizer, ranks, turns)
+    if rl.role_column is not None and rl.role_column not in prompts.column_names:
+        raise UserError(
+            f"rl_config.role_column is {rl.role_column}, but the columns of rl_config.dataset_file {rl.dataset_file} "
+            f"are {', '.join(prompts.column_names) or 'none'}; name one of its columns, or leave role_column out."
+        )
     sampling = sampling_settings(config, tokenizer)
     if sampling.greedy and rl.num_generations > 1:
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.algorithm.sample import PartialGroup
+from mindgrpo.algorithm.sample import NOTHING_CARRIED, CarriedOver
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
@@ -86,7 +86,7 @@ class Session:
     """Begins where the run's `start` says, or at the beginning: sets roles and prompts to that, opens the files.
 
     `done` steps are done. `open_row` has the metrics of the last of them while its evaluation is being made.
-    `unfinished` are groups of partial rollouts that continue in the next step.
+    `carried` is what the last of them has left to the next one.
     """
 
     def __init__(self, run: OpenRun, roles: TrainedRoles) -> None:
@@ -99,7 +99,7 @@ class Session:
         chosen = state = None
         self.done = 0
         self.open_row: dict[str, Any] | None = None
-        self.unfinished: tuple[PartialGroup, ...] = ()
+        self.carried = NOTHING_CARRIED
         if start is not None and start.candidates:
             with record.console.phase("reading the checkpoint"):
                 chosen = restore(start, config, roles, identity, record.console.line)
@@ -107,7 +107,9 @@ class Session:
             state = chosen.manifest.state
             self.done, self.open_row, prompts.position = state.step, state.open_row, state.prompts
             owners = prompts.at([group.position for group in state.unfinished])
-            self.unfinished = restored_groups(state.unfinished, [owner.ids for owner in owners])
+            groups = restored_groups(state.unfinished, [owner.ids for owner in owners])
+            self.carried = CarriedOver(groups, state.baselines, tuple(state.solved))
+            prompts.solved = set(state.solved)
             for phase, shapes in state.shapes.items():
                 if phase in roles.shape_choices:
                     roles.shape_choices[phase].restore(shapes.in_use, shapes.excess)
@@ -120,10 +122,10 @@ class Session:
         record.begin(chosen, self.has_model)
         self.checkpoints = RunCheckpoints(config, roles, record, identity, state, run.watch.phase)
 
-    def step_done(self, metrics: dict[str, Any], unfinished: tuple[PartialGroup, ...] = ()) -> None:
+    def step_done(self, metrics: dict[str, Any], carried: CarriedOver) -> None:
         """Counts a step: weights and prompts are those after it, its row is still open."""
         self.done += 1
-        self._taken, self.unfinished = self._prompts.position, unfinished
+        self._taken, self.carried = self._prompts.position, carried
         self.open_row = metrics
 
     def write_row(self, evaluation: dict[str, Any]) -> None:
@@ -132,7 +134,7 @@ class Session:
         self.open_row = None
         metrics |= checkpoints.step_done()
         if checkpoints.is_due(self.done, self.num_steps) and checkpoints.newest < self.done:
-            metrics |= checkpoints.begin(self.done, self._taken, self.unfinished)
+            metrics |= checkpoints.begin(self.done, self._taken, self.carried)
         self._record.step(self.done, self.num_steps, metrics)
         # A checkpoint of a step without its rows would be resumed without them.
         self._record.check_written()
@@ -146,7 +148,7 @@ class Session:
         checkpoints.commit()
         if checkpoints.enabled and checkpoints.newest < self.done:
             checkpoints.begin(
-                self.done, self._taken, self.unfinished, self.open_row, in_background=False
+                self.done, self._taken, self.carried, self.open_row, in_background=False
             )
             checkpoints.commit()
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.algorithm.sample import PartialGroup
+from mindgrpo.algorithm.sample import NOTHING_CARRIED
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.errors import CannotWrite
 from mindgrpo.grpo.roles import TrainedRoles
@@ -25,12 +25,12 @@ from mindgrpo.run.trl_arguments import refuse
 
 
 class TrainingLoop(ABC):
-    """`unfinished` are groups of partial rollouts that continue in the next step."""
+    """`carried` is what a step has left to the next one."""
 
     def __init__(self, run: OpenRun, roles: TrainedRoles) -> None:
         self.run, self.session = run, Session(run, roles)
         self.export = ModelExport(roles, run.inputs.tokenizer)
-        self.unfinished: tuple[PartialGroup, ...] = ()
+        self.carried = NOTHING_CARRIED
         self.nan_guard = NanGuard(
             run.config,
             run.backend,
@@ -141,7 +141,7 @@ class TrainingLoop(ABC):
             run.record.not_evaluated()
         for step in range(session.done, run.num_steps):
             with run.watch.step(step):
-                session.step_done(self._step(step), self.unfinished)
+                session.step_done(self._step(step), self.carried)
                 is_last = step + 1 == run.num_steps
                 is_due = is_last or (rl.eval_steps and (step + 1) % rl.eval_steps == 0)
                 evaluation = self._evaluate(step + 1) if is_due else {}
