@@ -190,3 +190,9 @@ def test_the_loss_is_the_mean_negative_log_likelihood_whatever_the_file_says(inp
     own = loss_config(loaded(inputs, inputs / "x", **asked).config)
     assert own == loss_config(config_with(None, {}, is_supervised=True).config)
     assert own == replace(LossConfig(), loss_type="gpg", beta=0.0, max_completion_length=1)
+
+
+@pytest.mark.parametrize(("asked", "found"), [(None, False), ("auto", False), (True, True)])
+def test_numbers_are_batch_invariant_only_if_asked(inputs: Path, asked: Any, found: bool) -> None:
+    keys = {"context.batch_invariant": asked} if asked else {}
+    assert loaded(inputs, inputs / "x", **keys).config.context.batch_invariant is found

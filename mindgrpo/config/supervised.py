@@ -39,6 +39,8 @@ _READ = frozenset(
 _PARALLEL = "actor_config.parallel_config."
 # About updates per rollout, and about tokens that a generator drew.
 _OF_ROLLOUTS = (_PARALLEL + "micro_batch_num", "monitor_config.per_token")
+# There is no generator whose bits a token's numbers could have: unless asked, none pays for them.
+_INVARIANT = "context.batch_invariant"
 _FIXED: dict[str, object] = {
     # Advantage 1 and no ratio: the negative log-likelihood.
     "rl_config.loss_type": "gpg",
@@ -73,7 +75,7 @@ def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sou
         notices.append(f"no effect in supervised training: {', '.join(own)}")
     axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
     longest = size("rl_config.seq_length", RLConfig.model_fields["seq_length"].default)
-    derived = {
+    derived: dict[str, object] = {
         **_FIXED,
         "generate_config.max_prompt_length": max(1, longest - 1),
         "generate_config.parallel_config.data_parallel": math.prod(
@@ -81,4 +83,6 @@ def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sou
         ),
     }
     kept = {key: entry for key, entry in entries.items() if key not in unread}
+    if _INVARIANT not in entries or entries[_INVARIANT].value == "auto":
+        derived[_INVARIANT] = False
     return kept | {key: Sourced(value, ORIGIN) for key, value in derived.items()}

@@ -69,6 +69,16 @@ CONTESTS = {
         {"trl": 0.5},
         True,
     ),
+    "sft_bfloat16": Contest(
+        (
+            Contestant(
+                "mindgrpo", "", "sft_step.py", (*SMOLLM2, "--float32_matmul_precision", "medium")
+            ),
+            Contestant("trl", "trl", "peers/trl_sft_step.py", (*SMOLLM2, "--bf16")),
+        ),
+        {"trl": 0.5},
+        True,
+    ),
     "ranks": Contest(
         (Contestant("mindgrpo 8 ranks", "", "step.py", RANKS), OURS), {"mindgrpo": 1.6}, True
     ),

@@ -1,8 +1,9 @@
 """Seconds of a step of TRL's SFTTrainer (torch on CPU) on the rows of sft_step.py: its peer.
 
 PEERS/trl/bin/python trl_sft_step.py --work W.json [--rows 200] [--rows_a_step 20] [--steps 7] prints one JSON line. One
-process, float32, all cores, loss on completions alone, padded to a batch's longest row, as TRL does by default. Refuses
-what would slow TRL down without need: no logs, no files, no gradient checkpointing.
+process, all cores, loss on completions alone, padded to a batch's longest row, as TRL does by default; in float32, or
+with --bf16 under autocast to bfloat16 with float32 weights. Refuses what would slow TRL down without need: no logs, no
+files, no gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def measure(work: Work, given: argparse.Namespace) -> dict[str, Any]:
             max_steps=given.steps + UNTIMED,
             model_init_kwargs={"dtype": "float32"},
             use_cpu=True,
-            bf16=False,
+            bf16=given.bf16,
             gradient_checkpointing=False,
             logging_strategy="no",
             save_strategy="no",
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--rows_a_step", type=int, default=20)
     parser.add_argument("--row_tokens", type=int, default=512, help="longest row")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--bf16", action="store_true", help="TRL's default")
     given = parser.parse_args()
     work = read_work(given.work)
     with redirect_stdout(sys.stderr):
