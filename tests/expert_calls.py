@@ -147,6 +147,30 @@ def expert_mlp_grad(rng: np.random.Generator) -> KernelCall:
     return KernelCall("expert_mlp_grad", inputs, outputs)
 
 
+def expert_product(rng: np.random.Generator) -> KernelCall:
+    x, counts, matrices, _, parts = expert_mlp(rng).inputs
+    y = np.zeros((len(x), matrices.shape[2]))
+    for count, end, own in zip(counts, np.cumsum(counts), matrices, strict=True):
+        rows = slice(end - count, end)
+        y[rows] = x[rows].astype(np.float64) @ own.astype(np.float32)
+    return KernelCall("expert_product", [x, matrices, counts, parts], [filled(*y.shape)], [y])
+
+
+def expert_product_back(rng: np.random.Generator) -> KernelCall:
+    """Not compared here, as the one below: test_experts.py does."""
+    forward = expert_product(rng)
+    x, *others = forward.inputs
+    dy = floats(rng, *forward.outputs[0].shape)
+    return KernelCall("expert_product_back", [dy, *others], [filled(*x.shape)])
+
+
+def expert_product_gradient(rng: np.random.Generator) -> KernelCall:
+    forward = expert_product(rng)
+    x, matrices, *others = forward.inputs
+    dy = floats(rng, *forward.outputs[0].shape)
+    return KernelCall("expert_product_gradient", [x, dy, *others], [filled(*matrices.shape)])
+
+
 EXPERT_CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
     make.__name__: make
     for make in (
@@ -159,5 +183,8 @@ EXPERT_CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         weighted_sum_grad,
         expert_mlp,
         expert_mlp_grad,
+        expert_product,
+        expert_product_back,
+        expert_product_gradient,
     )
 }

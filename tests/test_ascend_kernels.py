@@ -84,6 +84,10 @@ def test_experts_agree_with_rows_behind_them_and_an_expert_without_any() -> None
     inputs = [x, counts, floats(3, 16, 24), floats(3, 12, 16)]
     cells = [kernels.expert_mlp("silu") for kernels in (fused(), Kernels())]
     assert_cells_agree(cells, inputs, TOLERANCE["float32"])
+    cells = [kernels.expert_matmul() for kernels in (fused(), Kernels())]
+    ours, plain = (cell(*map(Tensor, (x, inputs[2], counts))).asnumpy() for cell in cells)
+    assert not ours[14:].any() and not plain[14:].any()
+    assert_cells_agree(cells, [x[:14], inputs[2], counts], TOLERANCE["float32"])
 
 
 # -- packed rows --------------------------------------------------------------------------------------------------

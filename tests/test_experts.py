@@ -21,7 +21,8 @@ from mindgrpo.backend.kernels.shapes import Routing
 from mindgrpo.doctor.probes.kernel_cases import SMALL, Case, cases
 from mindgrpo.doctor.probes.kernels import Fused, compare, results
 
-METHODS = ("router", "choose_experts", "sort_slots", "take_rows", "expert_mlp", "weighted_sum")
+METHODS = ("router", "choose_experts", "sort_slots", "take_rows", "expert_mlp", "expert_matmul")
+METHODS += ("weighted_sum",)
 TOKENS, HIDDEN, INNER, EXPERTS, SLOTS = 37, 24, 20, 4, 2
 ROUTING = Routing(EXPERTS, SLOTS)
 HAS_C = library_path() is not None
@@ -146,6 +147,35 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(num_parts: int | No
     whole = out(slice(None))
     for kept in (slice(3, 4), slice(5, 22)):
         np.testing.assert_array_equal(out(kept), whole[kept])
+
+
+class InProducts(nn.Cell):
+    """An expert_mlp of the kernels' products by expert."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        super().__init__()
+        self.product, self.glu = kernels.expert_matmul(), kernels.glu("silu")
+
+    def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
+        return self.product(self.glu(self.product(x, gate_up, counts)), down, counts)
+
+
+@in_c
+@pytest.mark.parametrize("num_parts", [None, 1, 3])
+def test_an_mlp_in_products_has_the_bits_of_one_operation_and_its_gradients(
+    num_parts: int | None,
+) -> None:
+    if num_parts and not has_bfloat16():
+        pytest.skip("this processor has no products of bfloat16")
+    kernels, counts = NativeKernels(num_parts), np.array([5, 0, 9, 20], np.int32)
+    inputs = [Tensor(own) for own in (floats(TOKENS, HIDDEN), counts, *experts())]
+    gradient = ops.GradOperation(get_all=True, sens_param=True)
+    dy = Tensor(floats(TOKENS, HIDDEN, seed=9))
+    cells = [kernels.expert_mlp("silu"), InProducts(kernels)]
+    ours, whole = ([cell(*inputs), *gradient(cell)(*inputs, dy)] for cell in cells)
+    assert not whole[0].asnumpy()[counts.sum() :].any()
+    for one, other in zip(ours, whole, strict=True):
+        np.testing.assert_array_equal(one.asnumpy(), other.asnumpy())
 
 
 @in_c

@@ -23,7 +23,6 @@ from mindgrpo.models.decoder_config import (
     decoder_config,
 )
 from mindgrpo.models.families import FAMILIES
-from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
 from mindgrpo.models.parameters import num_active_parameters, num_parameters, parameter_specs
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.parallel.mesh import Mesh
@@ -451,13 +450,6 @@ def test_layouts_that_experts_do_not_divide_into_are_refused(
         check_experts(mesh, read(family), splits_tokens, where)
 
 
-def test_adapters_of_experts_are_refused() -> None:
-    specs = parameter_specs(read("mixtral"))
-    assert len(adapter_specs(specs, LoraSettings(4, 4.0, ("q_proj", "o_proj")))) == 28
-    with pytest.raises(UserError, match="includes 'gate_proj', matrices of experts"):
-        adapter_specs(specs, LoraSettings(4, 4.0, TARGETS))
-
-
 def test_plans_refuse_what_experts_cannot_have_and_propose_nothing_of_it() -> None:
     keys = (
         "actor_config.parallel_config",
@@ -471,17 +463,25 @@ def test_plans_refuse_what_experts_cannot_have_and_propose_nothing_of_it() -> No
     )
     plan = plan_run(config, model, None)
     assert plan.lora is None
-    for word, sentence in (
-        ("--actor_config.lora.rank=4", "includes 'gate_proj', matrices of experts"),
-        ("--generate_config.use_vllm=1", "rl_config.router_replay is true, but"),
-    ):
-        changed = load_config(EXAMPLE, [*words, *word.split("=")]).config
-        with pytest.raises(UserError, match=sentence):
-            plan_run(changed, model, None)
-    # A device that is too small: adapters are not among the ways out.
+    changed = load_config(EXAMPLE, [*words, "--generate_config.use_vllm", "1"]).config
+    with pytest.raises(UserError, match="rl_config.router_replay is true, but"):
+        plan_run(changed, model, None)
     small = load_config(EXAMPLE, [*words, "--context.max_device_memory", "1MB"])
-    lines = verdict(small, plan_run(small.config, model, None)).lines()
-    assert "does not fit" in lines[0] and not any("lora" in line for line in lines)
+    assert "does not fit" in verdict(small, plan_run(small.config, model, None)).lines()[0]
+
+
+def test_plans_count_adapters_of_every_expert() -> None:
+    words = ["--actor_config.lora.rank=5", "--actor_config.parallel_config.model_parallel=1"]
+    for key, value in (("data_parallel", 2), ("expert_parallel", 2), ("pipeline_stage", 1)):
+        words.append(f"--actor_config.parallel_config.{key}={value}")
+    words += ["--generate_config.parallel_config.model_parallel=1", "--rl_config.beta=0"]
+    model = read("mixtral", max_position_embeddings=4096)
+    plan = plan_run(load_config(EXAMPLE, words).config, model, None)
+    hidden, inner, heads = model.hidden_size, model.intermediate_size, model.head_dim
+    queries, keys = (own * heads for own in (model.num_attention_heads, model.num_key_value_heads))
+    # Four of the eight experts.
+    a_layer = 2 * (hidden + queries) + 2 * (hidden + keys) + 4 * 3 * (hidden + inner)
+    assert plan.trained_bytes(0) == 4 * 5 * a_layer * model.num_hidden_layers
 
 
 def test_plans_of_vllm_cut_each_expert_over_its_workers_and_refuse_the_rest() -> None:

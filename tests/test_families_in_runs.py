@@ -51,6 +51,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["--rl_config.moe_router_bias_update_rate", "0.05"],
     ),
+    "mixtral": (
+        {"num_local_experts": 4, "num_experts_per_tok": 2},
+        ["--actor_config.lora.rank", "2"],
+    ),
     "qwen3_moe": (
         {
             "head_dim": 8,
@@ -98,7 +102,7 @@ def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
     gaps = [step["logprob_gap/max"] for step in steps]
     assert all((gap == 0.0) == in_loop and gap < 1e-4 for gap in gaps)
     assert all(step["grad_norm"] > 0 for step in steps)
-    has_experts = family in ("qwen3_moe", "deepseek_v3")
+    has_experts = family in ("mixtral", "qwen3_moe", "deepseek_v3")
     assert all(("moe/load_max" in step) == has_experts for step in steps)
     # Of 4 experts a token has 2: one has all tokens at most.
     assert all(1.0 < step["moe/load_max"] <= 2.0 for step in steps if has_experts)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from small_runs import (
     EVAL_SAMPLES,
+    MODEL,
     STEPS,
     Reward,
     completions,
@@ -26,6 +27,7 @@ from small_runs import (
     run,
     spread,
 )
+from test_lora import EXPERTS
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.checkpoint.format import read_manifest
@@ -240,7 +242,14 @@ def test_dangerous_changes_are_refused_unless_named_and_others_told(
     assert steps_in(whole)[-1] == STEPS
 
 
-def test_adapters_go_on_over_the_same_base_only(inputs: Path, tmp_path: Path) -> None:
+def test_adapters_go_on_over_the_same_base_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of attention and of experts."""
+    for key, value in {"model_type": "qwen3_moe", **EXPERTS["qwen3_moe"]}.items():
+        monkeypatch.setitem(MODEL, key, value)
+    inputs = tmp_path / "inputs"
+    make_inputs(inputs)
     lora = ["--actor_config.lora.rank", "2", "--ref_config.sync_ref_model", "false"]
     for word in ("beta=0", "dynamic_sampling=false", "updates_per_rollout=1", "max_steps=2"):
         lora.append(f"--rl_config.{word}")

@@ -182,8 +182,9 @@ def test_the_bucket_has_room_for_the_largest_group_and_no_more() -> None:
         assert len(sink.host_copies) == (1 if dtype == "float32" else 2)
 
 
-def test_adapters_arrive_added_in() -> None:
-    config = model(tied=True)
+@pytest.mark.parametrize("has_experts", [False, True], ids=["dense", "experts"])
+def test_adapters_arrive_added_in(has_experts: bool) -> None:
+    config = model(tied=True, **(EXPERTS if has_experts else {}))
     backend = CpuBackend({})
     alone = layout(config, Mesh(1, 1))
     source = Weights(alone, 0, backend, "policy")
@@ -204,6 +205,7 @@ def test_adapters_arrive_added_in() -> None:
         if b_name in factors:
             expected = expected + LORA.scale * (factors[b_name] @ factors[a_name])
             changed += 1
+            assert np.abs(expected - views[name]).max() > 1e-2
         np.testing.assert_allclose(values, expected, rtol=0, atol=1e-6, err_msg=name)
     assert changed == 7 * NUM_LAYERS
 

@@ -28,7 +28,7 @@ GROUP_BUFFER_BYTES = 2 * 200 * 2**20
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
 # Methods of kernels/contract.py that a device has operations of its own for: what context.plain_kernels can name.
 FUSED_KERNELS = (
-    *("rms_norm", "add_rms_norm", "glu", "add_matmul", "largest", "expert_mlp"),
+    *("rms_norm", "add_rms_norm", "glu", "add_matmul", "largest", "expert_mlp", "expert_matmul"),
     *("attention", "context_attention", "prefill_attention", "cached_attention"),
     *("adamw_cell", "squares"),
 )

@@ -22,8 +22,9 @@ from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
-from mindgrpo.models.lora import adapter_names
+from mindgrpo.models.lora import adapter_names, add_product, factor_box
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.parallel.sharding import Box
 from mindgrpo.run.model_export import experts_of, write_companions
 from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers
@@ -33,6 +34,8 @@ from mindgrpo.weights.model_files import (
     ModelFiles,
     ModelTensor,
     SafetensorsWriter,
+    TensorSlice,
+    whole_box,
 )
 from mindgrpo.weights.pretrained import check_tensors, open_weights
 
@@ -52,18 +55,25 @@ def policy_files(folder: Path, manifest: Manifest, base: ModelFiles | None) -> M
     model, lora = base, manifest.lora
     scale = lora.alpha / lora.rank if lora is not None else 0.0
 
-    def merged(name: str) -> np.ndarray:
-        values = model.read(name)
-        a_name, b_name = adapter_names(name)
-        if b_name in stored.names:
-            product = float32_product(stored.read(a_name).T, stored.read(b_name).T)
-            values += np.float32(scale) * product.T
+    def merged(name: str, box: Box) -> np.ndarray:
+        values, factors = model.read(name, box), adapter_names(name)
+        if factors[1] in stored.names:
+            a, b = (stored.read(own, factor_box(box, stored.shape(own))) for own in factors)
+            add_product(values, a, b, np.float32(scale), float32_product)
         return values
 
-    return ModelFiles(
-        folder,
-        {n: ModelTensor(folder, "F32", model.shape(n), partial(merged, n)) for n in model.names},
-    )
+    def tensor(name: str, box: Box) -> TensorSlice:
+        return box, ModelTensor(folder, "F32", box.shape, partial(merged, name, box))
+
+    def parts(name: str) -> list[TensorSlice]:
+        # Of experts each by itself, as files have them and are written.
+        whole = whole_box(model.shape(name))
+        if len(whole.shape) < 3:
+            return [tensor(name, whole)]
+        numbers = range(whole.shape[0])
+        return [tensor(name, Box((i, 0, 0), (i + 1, *whole.shape[1:]))) for i in numbers]
+
+    return ModelFiles(folder, {name: parts(name) for name in model.names})
 
 
 def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:

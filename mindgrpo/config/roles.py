@@ -204,7 +204,8 @@ class LoraConfig(Section):
     alpha: float | None = Field(None, gt=0)
     """LoRA scaling: adapters are multiplied by alpha / rank; null: alpha = rank"""
     target_modules: list[str] | None = Field(None, min_length=1)
-    """matrices to add adapters to: q_proj, down_proj, ...; null: every matrix of a layer"""
+    """matrices to add adapters to: q_proj, down_proj, ...; null: every matrix of a layer and of its experts, without
+    the router"""
 
 
 class ActorConfig(Section):

@@ -1,12 +1,13 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): which there are and how they are cut, first values, graph code, merging.
 
 W' = W + alpha / rank * B A, with A [rank, in] and B [out, rank]. A is cut where W's inputs are, B where its outputs
-are; the other is whole on every rank of a model group.
+are; the other is whole on every rank of a model group. Experts have a pair each, [experts, rank, in] and
+[experts, out, rank], which is where the expert is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,12 +19,13 @@ from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.errors import UserError
 from mindgrpo.models.parallel_cells import Linear
-from mindgrpo.parallel.sharding import ParameterSpec
+from mindgrpo.parallel.sharding import Box, ParameterSpec
 from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import generator_of
 
-OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-TARGETS = (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Of attention with latents, in place of the first three.
+OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 A, B = "lora_A", "lora_B"
 
 
@@ -44,48 +46,64 @@ def adapter_names(name: str) -> tuple[str, str]:
     return f"{stem}{A}.weight", f"{stem}{B}.weight"
 
 
+def adapted_names(adapters: Iterable[str]) -> list[str]:
+    """Returns the names of the base tensors that A and B of these names are of."""
+    ending = f"{A}.weight"
+    return [f"{name.removesuffix(ending)}weight" for name in adapters if name.endswith(ending)]
+
+
+def targets_of(base: Sequence[ParameterSpec]) -> tuple[str, ...]:
+    """Returns the modules that may be targets, of those that the model has: all matrices but router, table and head."""
+    modules = {spec.name.split(".")[-2] for spec in base}
+    return tuple(target for target in (*TARGETS, *OF_LATENTS) if target in modules)
+
+
 def adapter_specs(
     base: Sequence[ParameterSpec], settings: LoraSettings
 ) -> tuple[ParameterSpec, ...]:
-    """Returns A and B of every base matrix that is a target.
+    """Returns A and B of every base matrix, and of every layer's experts, that is a target.
 
-    Raises UserError for a target that the model lacks, and for those that are matrices of experts.
+    Raises UserError for a target that the model lacks.
     """
     specs: list[ParameterSpec] = []
-    seen = set()
     for spec in base:
         module, kind = spec.name.split(".")[-2:]
         if kind == "weight" and module in settings.targets:
-            if len(spec.shape) > 2:
-                raise UserError(
-                    f"actor_config.lora.target_modules includes '{module}', matrices of experts in this model, "
-                    f"and adapters of experts are not computed here; set it to {list(OF_ATTENTION)}."
-                )
-            seen.add(module)
             specs += _pair(spec, settings.rank)
-    missing = [target for target in settings.targets if target not in seen]
-    if missing:
-        raise UserError(
-            f"actor_config.lora.target_modules names '{missing[0]}', but must name some of {', '.join(TARGETS)}; "
-            "correct it or leave it out for all of them."
-        )
+    known = targets_of(base)
+    for target in settings.targets:
+        if target not in known:
+            raise UserError(
+                f"actor_config.lora.target_modules names '{target}', but must name some of {', '.join(known)}; "
+                "correct it or leave it out for all of them."
+            )
     return tuple(specs)
 
 
 def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]:
     (a_name, b_name), (a_key, b_key) = adapter_names(spec.name), adapter_names(spec.key)
-    out, inner = spec.shape
+    *experts, out, inner = spec.shape
+    of_rows, of_columns = len(experts), len(experts) + 1
 
-    def factor(name: str, key: str, shape: tuple[int, int], dim: int) -> ParameterSpec:
-        kept = tuple(split for split in spec.splits if split.dim == dim)
+    def factor(name: str, key: str, shape: tuple[int, int], without: int) -> ParameterSpec:
+        kept = tuple(split for split in spec.splits if split.dim != without)
         # What a rank holds whole, it sees only its own part of the gradient of.
-        partial = {axis for split in spec.splits if split.dim != dim for axis in split.axes}
-        summed_over = spec.summed_over | partial
+        partial = {axis for split in spec.splits if split.dim == without for axis in split.axes}
+        whole, summed_over = (*experts, *shape), spec.summed_over | partial
         return replace(
-            spec, name=name, fused_key=key, shape=shape, splits=kept, summed_over=summed_over
+            spec, name=name, fused_key=key, shape=whole, splits=kept, summed_over=summed_over
         )
 
-    return factor(a_name, a_key, (rank, inner), 1), factor(b_name, b_key, (out, rank), 0)
+    return (
+        factor(a_name, a_key, (rank, inner), of_rows),
+        factor(b_name, b_key, (out, rank), of_columns),
+    )
+
+
+def factor_box(box: Box, shape: Sequence[int]) -> Box:
+    """Returns the part of A or B, of `shape`, that belongs to the experts in part `box` of their base: all without."""
+    experts = len(shape) - 2
+    return Box((*box.start[:experts], 0, 0), (*box.stop[:experts], *shape[experts:]))
 
 
 def fill_adapters(adapters: Weights, seed: int) -> None:
@@ -98,22 +116,45 @@ def fill_adapters(adapters: Weights, seed: int) -> None:
             part[...] = 0.0
             if f".{A}." in spec.name:
                 values = generator_of(spec.name, seed).random(spec.shape, dtype=np.float32)
-                bound = np.float32(spec.shape[1] ** -0.5)
+                bound = np.float32(spec.shape[-1] ** -0.5)
                 part[...] = ((2 * values - 1) * bound)[adapters.boxes[spec.name].slices]
 
 
+def add_product(
+    matrix: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    scale: np.float32,
+    multiply: Callable[[np.ndarray, np.ndarray], np.ndarray],
+) -> None:
+    """Adds scale * B A to a matrix [out, in], or to each of [experts, out, in], in place; `multiply` is float32's."""
+    if matrix.ndim > 2:
+        for own in zip(matrix, a, b, strict=True):
+            add_product(*own, scale, multiply)
+    else:
+        matrix[...] = matrix + scale * multiply(a.T, b.T).T
+
+
 def merge(
-    weights: Weights | HostTensors, adapters: Weights, settings: LoraSettings, kernels: Kernels
+    weights: Weights | HostTensors,
+    adapters: Weights | HostTensors,
+    settings: LoraSettings,
+    kernels: Kernels,
 ) -> None:
     """Adds scale * B A to each adapted part of `weights`, where they are; both of one layout, on one rank."""
     adapted = [name for name in weights.names if adapter_names(name)[1] in adapters.boxes]
     scale = np.float32(settings.scale)
-    if isinstance(weights, HostTensors) or weights.pool.is_host_memory:
+    if (
+        isinstance(weights, HostTensors)
+        or isinstance(adapters, HostTensors)
+        or weights.pool.is_host_memory
+    ):
         views, low_rank = weights.arrays.hf_views, adapters.arrays.hf_views
         for name in adapted:
             a_name, b_name = adapter_names(name)
-            product = kernels.float32_product(low_rank[a_name].T, low_rank[b_name].T)
-            views[name][...] = views[name] + scale * product.T
+            add_product(
+                views[name], low_rank[a_name], low_rank[b_name], scale, kernels.float32_product
+            )
         return
     merged = []
     for name in adapted:
@@ -138,8 +179,9 @@ class LowRankLinear(nn.Cell):
     """x [N, in] -> base(x) + scale * (x A) B, each by itself where the base's matrix is several side by side.
 
     `widths` are the matrices' shares of the outputs and `adapted` says which of them have adapters;
-    a [in, adapted matrices * rank], b [rank, their widths]. With `merging`, a float32_matmul of the kernels, the value
-    is that of the merged matrix, bit for bit as `merge` makes it.
+    a [in, adapted matrices * rank], b [rank, their widths]. Experts have one of each in turn, [experts, ...], and take
+    the rows of each beside x. With `merging`, a float32_matmul of the kernels, the value is that of the merged matrix,
+    bit for bit as `merge` makes it.
     """
 
     def __init__(
@@ -162,25 +204,26 @@ class LowRankLinear(nn.Cell):
         self.is_merged = merging is not None
         self.value = _Value()
 
-    def construct(self, x: Any) -> Any:
-        added = self.base(x) + self.added(x)
+    def construct(self, x: Any, *rows: Any) -> Any:
+        added = self.base(x, *rows) + self.added(x, *rows)
         if self.is_merged:
             # Gradients are those of base and adapters, so that no layer keeps its merged matrix for them.
-            return self.value(ops.stop_gradient(self.base.product(x, self.merged(x))), added)
+            product = self.base.product(x, self.merged(x), *rows)
+            return self.value(ops.stop_gradient(product), added)
         return added
 
-    def added(self, x: Any) -> Any:
+    def added(self, x: Any, *rows: Any) -> Any:
         """Computes scale * (x A) B."""
         # Adapters are float32, and multiplied in x's dtype.
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
-        low = self.matmul(x, a) * self.scale
+        low = self.matmul(x, a, *rows) * self.scale
         columns = []
         number, column = 0, 0
         for i in range(len(self.widths)):
             width = self.widths[i]
             if self.adapted[i]:
                 own = low[:, number * self.rank : (number + 1) * self.rank]
-                columns.append(self.matmul(own, b[:, column : column + width]))
+                columns.append(self.matmul(own, b[..., column : column + width], *rows))
                 number += 1
                 column += width
             else:
@@ -198,13 +241,26 @@ class LowRankLinear(nn.Cell):
         for i in range(len(self.widths)):
             width = self.widths[i]
             if self.adapted[i]:
-                own = a[:, number * self.rank : (number + 1) * self.rank]
-                columns.append(self.merging(own, self.b[:, column : column + width]))
+                own = a[..., number * self.rank : (number + 1) * self.rank]
+                columns.append(self.merging(own, self.b[..., column : column + width]))
                 number += 1
                 column += width
             else:
-                columns.append(ops.zeros((weight.shape[0], width), ms.float32))
+                columns.append(ops.zeros((*weight.shape[:-1], width), ms.float32))
         low_rank = columns[0]
         if len(columns) > 1:
-            low_rank = ops.concat(columns, 1)
+            low_rank = ops.concat(columns, -1)
         return (weight.astype(ms.float32) + low_rank * self.scale).astype(weight.dtype)
+
+
+class OfEach(nn.Cell):
+    """(a [E, N, K], b [E, K, M]) -> a b [E, N, M], by an `expert_matmul` of the kernels."""
+
+    def __init__(self, expert_matmul: Any) -> None:
+        super().__init__()
+        self.matmul = expert_matmul
+
+    def construct(self, a: Any, b: Any) -> Any:
+        experts, rows, depth = a.shape
+        counts = ops.zeros((experts,), ms.int32) + rows
+        return self.matmul(a.reshape(-1, depth), b, counts).reshape(experts, rows, -1)

@@ -40,7 +40,9 @@ class MixtureOfExperts(nn.Cell):
         if chooses:
             self.choose = shard.cell(kernels.choose_experts, how)
         self.router, self.sum = shard.cell(kernels.router, how), shard.cell(kernels.weighted_sum)
-        experts = Experts(shard, prefix)
+        keys = (f"{prefix}experts.{name}_proj.weight" for name in ("gate_up", "down"))
+        is_adapted = any(map(shard.has_adapter, keys))
+        experts = (AdaptedExperts if is_adapted else Experts)(shard, prefix)
         self.experts: nn.Cell = experts
         if not reads_plan:
             self.experts = ChosenExperts(shard, experts, moe)
@@ -123,10 +125,23 @@ class Experts(nn.Cell):
         return self.mlp(rows, counts, self.exact(self.gate_up), self.exact(self.down))
 
 
+class AdaptedExperts(nn.Cell):
+    """As Experts, some of whose matrices have adapters."""
+
+    def __init__(self, shard: Shard, prefix: str) -> None:
+        super().__init__()
+        self.gate_up = shard.linear_of_experts(prefix + "experts.gate_up_proj.weight")
+        self.glu = shard.cell(shard.kernels.glu, shard.config.activation)
+        self.down = shard.linear_of_experts(prefix + "experts.down_proj.weight")
+
+    def construct(self, rows: Any, counts: Any, by_expert: Any, as_arrived: Any) -> Any:
+        return self.down(self.glu(self.gate_up(rows, counts)), counts)
+
+
 class SpreadExperts(nn.Cell):
     """(rows [ep C, H] to send, plan) -> their results, which the experts of other ranks computed."""
 
-    def __init__(self, shard: Shard, experts: Experts) -> None:
+    def __init__(self, shard: Shard, experts: nn.Cell) -> None:
         super().__init__()
         self.experts = experts
         self.exchange = shard.cell(ExchangeRows, shard.expert_groups["ep",])
@@ -155,7 +170,7 @@ class ChosenExperts(nn.Cell):
     Each rank computes its experts for the tokens of all, as nobody knows beforehand how many they will be.
     """
 
-    def __init__(self, shard: Shard, experts: Experts, moe: MoeConfig) -> None:
+    def __init__(self, shard: Shard, experts: nn.Cell, moe: MoeConfig) -> None:
         super().__init__()
         kernels, own = shard.kernels, shard.experts()
         assert own is not None

@@ -227,19 +227,22 @@ class Same(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """x [N, in] @ weight [in, out], by a `matmul` of the kernels; `exact` is what weights go through."""
+    """x [N, in] @ weight [in, out], by a `matmul` of the kernels; `exact` is what weights go through.
+
+    Matrices of experts [E, in, out] take the rows of each beside x (expert_matmul).
+    """
 
     def __init__(self, weight: Any, matmul: Any, exact: nn.Cell) -> None:
         super().__init__()
         self.weight = weight
         self.matmul, self.exact = matmul, exact
 
-    def construct(self, x: Any) -> Any:
-        return self.product(x, self.weight)
+    def construct(self, x: Any, *rows: Any) -> Any:
+        return self.product(x, self.weight, *rows)
 
-    def product(self, x: Any, weight: Any) -> Any:
+    def product(self, x: Any, weight: Any, *rows: Any) -> Any:
         """Computes the same with another weight."""
-        return self.matmul(x, self.exact(weight))
+        return self.matmul(x, self.exact(weight), *rows)
 
 
 class BiasedLinear(nn.Cell):

@@ -17,7 +17,7 @@ from mindgrpo.backend.contract import Backend, Group
 from mindgrpo.backend.kernels.rollout import LocalExperts
 from mindgrpo.backend.kernels.shapes import NEVER, Heads, Routing, Vocabulary
 from mindgrpo.models.decoder_config import DecoderConfig, MoeConfig
-from mindgrpo.models.lora import LoraSettings, LowRankLinear, adapter_names
+from mindgrpo.models.lora import LoraSettings, LowRankLinear, OfEach, adapter_names
 from mindgrpo.models.parallel_cells import (
     BiasedLinear,
     CopyTo,
@@ -267,19 +267,33 @@ class Shard:
     def linear(self, key: str, over_ranks: bool = False) -> nn.Cell:
         """Returns the product with matrix `key` (without bias); `over_ranks`: one whose sums go over ranks."""
         leaves = self.leaves if over_ranks else 1
-        matmul = self.cell(self.kernels.matmul, False, leaves)
-        base = Linear(self[key], matmul, self.exact())
-        a_key, b_key = adapter_names(key)
-        if self._adapters is None or a_key not in self.adapter_parameters:
+        base = Linear(self[key], self.cell(self.kernels.matmul, False, leaves), self.exact())
+        if not self.has_adapter(key):
             return base
+        merging = self.cell(self.kernels.float32_matmul)
+        return self._adapted(key, base, self.cell(self.kernels.matmul), merging)
+
+    def linear_of_experts(self, key: str) -> nn.Cell:
+        """Returns the product by expert with the matrices `key`."""
+        matmul = self.cell(self.kernels.expert_matmul)
+        base = Linear(self[key], matmul, self.exact())
+        if not self.has_adapter(key):
+            return base
+        merging = self.cell(OfEach, self.cell(self.kernels.expert_matmul, True))
+        return self._adapted(key, base, matmul, merging)
+
+    def has_adapter(self, key: str) -> bool:
+        return adapter_names(key)[0] in self.adapter_parameters
+
+    def _adapted(self, key: str, base: Linear, low_rank: Any, merging: Any) -> nn.Cell:
+        assert self._adapters is not None
         adapted = {spec.name for e in self._adapters.weights.fused for spec in e.specs}
         (entry,) = [entry for entry in self.weights.fused if entry.key == key]
         flags = [adapter_names(spec.name)[0] in adapted for spec in entry.specs]
-        parameters = self.adapter_parameters[a_key], self.adapter_parameters[b_key]
+        a, b = (self.adapter_parameters[name] for name in adapter_names(key))
+        merging = merging if self.kernels.batch_invariant else None
         settings = self._adapters.settings
-        low_rank = self.cell(self.kernels.matmul)
-        merging = self.cell(self.kernels.float32_matmul) if self.kernels.batch_invariant else None
-        return LowRankLinear(base, *parameters, entry.widths, flags, settings, low_rank, merging)
+        return LowRankLinear(base, a, b, entry.widths, flags, settings, low_rank, merging)
 
     def biased_linear(self, key: str, bias: str) -> nn.Cell:
         """Returns the product with matrix `key` plus vector `bias`, of a model that is not trained."""

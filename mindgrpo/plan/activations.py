@@ -7,6 +7,7 @@ layer's gradients are added to the pool's before the layer below begins.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,7 +20,7 @@ from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.expert_plan import CAPACITIES
-from mindgrpo.models.lora import adapter_specs
+from mindgrpo.models.lora import adapted_names, adapter_specs
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.models.shard import (
     LOGITS_BYTES,
@@ -65,6 +66,12 @@ class Block:
     expert_columns: int = 1
     shared: int = 0
     beside_heads: int = 0
+    has_adapted_experts: bool = False
+
+    @property
+    def makes_gate_and_up_again(self) -> bool:
+        """Tells whether the processors' kernel computes their product again for the gradient, which it does whole."""
+        return self.experts is not None and not self.has_adapted_experts
 
 
 @dataclass(frozen=True)
@@ -253,8 +260,7 @@ def _mlp(graphs: Graphs) -> int:
     dense = block.inner * a_width
     if block.experts is None:
         return dense
-    # The processors' kernel makes the product of gate and up again.
-    a_width -= size if graphs.kind == "native" else 0
+    a_width -= size if graphs.kind == "native" and block.makes_gate_and_up_again else 0
     return max(dense, _of_experts(graphs, block.experts, a_width))
 
 
@@ -289,7 +295,8 @@ def _inside_mlp(graphs: Graphs, widths: int, again: int = 0) -> int:
 def _backward(graphs: Graphs) -> int:
     """Returns the bytes of gradients of a layer's results beside what it keeps, at the larger of its two halves."""
     size, heads = graphs.itemsize, graphs.block.heads
-    mlp = _inside_mlp(graphs, 3, again=graphs.kind == "native")
+    is_again = graphs.kind == "native" and graphs.block.makes_gate_and_up_again
+    mlp = _inside_mlp(graphs, 3, again=is_again)
     attention = (heads.width + heads.queries * heads.dim) * size
     if graphs.kind == "plain":
         attention += 2 * heads.queries * graphs.row_length * FLOAT
@@ -359,6 +366,9 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         expert_columns=layout.mesh.emp,
         shared=model.moe.shared_inner if model.moe else 0,
         beside_heads=_beside_heads(model, tp_size),
+        has_adapted_experts=layout is plan.train
+        and plan.lora is not None
+        and any(len(spec.shape) > 2 for spec in plan.trained.specs),
     )
     # The processors' kernels have float32 activations whatever weights are.
     on_host = plan.config.context.target == SHARED_MEMORY
@@ -376,7 +386,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         LOGITS_BYTES,
         summed=summed if tp_size > 1 else 0,
         is_causal=shape.max_per_row == 1,
-        merged=_merged_bytes(plan, block) if layout is plan.train else 0,
+        merged=_merged_bytes(plan) if layout is plan.train else 0,
         token_shares=layout.token_shares,
         gathers_again=plan.lora is None,
         context_ranks=shape.context_ranks,
@@ -392,15 +402,15 @@ def _beside_heads(model: DecoderConfig, tp_size: int) -> int:
     return made + 2 * ((latent.query_rank or 0) + latent.rank) + latent.turning
 
 
-def _merged_bytes(plan: RunPlan, block: Block) -> int:
+def _merged_bytes(plan: RunPlan) -> int:
     """Returns the float32 bytes of a layer's largest matrix with adapters: their product, and the sum."""
     if plan.lora is None or not plan.batch_invariant:
         return 0
-    mixed = block.heads.queries * block.heads.dim
-    fused = dict.fromkeys(("q_proj", "k_proj", "v_proj"), block.heads.width)
-    widths = {**fused, "o_proj": mixed, "down_proj": block.inner}
-    widths |= dict.fromkeys(("gate_proj", "up_proj"), 2 * block.inner)
-    return 2 * FLOAT * block.hidden * max(widths[target] for target in plan.lora.targets)
+    layout, sizes = plan.train, Counter[str]()
+    for spec in layout.specs:
+        sizes[spec.key] += layout.local_sizes[spec.name]
+    adapted = adapted_names(spec.name for spec in plan.trained.specs)
+    return 2 * FLOAT * max(sizes[layout.by_name[name].key] for name in adapted)
 
 
 def _forward_bytes(layout: Layout, graphs: Graphs, keeps_flows: bool = False) -> int:

@@ -17,7 +17,6 @@ from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import CountedPool, PhaseMemory, Residency
-from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor.host_memory import format_bytes
@@ -29,7 +28,7 @@ from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.training.optimizer_shares import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
-from mindgrpo.weight_sync.stream import in_model_order, spread
+from mindgrpo.weight_sync.stream import adapters_of, bucket_size, in_model_order, spread
 from mindgrpo.weights.checksum import sum_bytes
 from mindgrpo.weights.expert_files import file_tensors, names_of_experts
 from mindgrpo.weights.model_files import BLOCK_BYTES, MAX_SHARD_BYTES, plan_shards
@@ -334,9 +333,11 @@ class HostPlan:
         block = min(BLOCK_BYTES, max(copied)) * ITEM_BYTES[plan.export_dtype] // FLOAT_BYTES
         export = largest * ITEM_BYTES[dtype] + block
         if lora is not None:
-            # All adapters, where one rank writes.
-            sizes = (math.prod(spec.shape) for spec in adapter_specs(plan.train.specs, lora))
-            export += FLOAT_BYTES * sum(sizes)
+            low_rank = adapters_of(shared.groups, plan.trained)
+            writers = map(int, shared.groups[0].mesh.ranks().flat)
+            export += max(FLOAT_BYTES * bucket_size(low_rank, rank, "float32") for rank in writers)
+            # By themselves they are written as one.
+            export = max(export, FLOAT_BYTES * sum(math.prod(s.shape) for s in plan.trained.specs))
         return export
 
     def _bucket_bytes(self) -> int:

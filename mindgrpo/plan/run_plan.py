@@ -19,7 +19,7 @@ from mindgrpo.config.arithmetic import BatchPlan, validate_world
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
-from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs
+from mindgrpo.models.lora import LoraSettings, adapter_specs, targets_of
 from mindgrpo.models.precision import (
     compute_dtype,
     dtype_notices,
@@ -87,7 +87,7 @@ class RunPlan:
         lora = self.config.actor_config.lora
         if lora.rank is None:
             return None
-        targets = tuple(lora.target_modules or TARGETS)
+        targets = tuple(lora.target_modules or targets_of(self.train.specs))
         return LoraSettings(lora.rank, float(lora.alpha or lora.rank), targets)
 
     @cached_property
@@ -417,11 +417,6 @@ def plan_run(
         )
     batch = BatchPlan.of(config)
     plan = RunPlan(config, model, train, infer, reference, batch, teacher=teacher)
-    if plan.lora is not None and model.latent is not None:
-        raise UserError(
-            f"actor_config.lora.rank is {plan.lora.rank}, but adapters of attention with latents ({model.model_type}) "
-            "are not computed here; leave actor_config.lora out."
-        )
     if plan.lora is not None:
         adapter_specs(train.specs, plan.lora)
     return plan

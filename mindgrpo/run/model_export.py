@@ -25,7 +25,7 @@ from mindgrpo.data.tokenizer import Tokenizer, write_tokenizer
 from mindgrpo.errors import UserError, writing
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
-from mindgrpo.models.lora import LoraSettings
+from mindgrpo.models.lora import LoraSettings, adapted_names, adapter_names
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box
@@ -36,6 +36,7 @@ from mindgrpo.weights.expert_files import (
     ExpertNames,
     FileRows,
     file_tensors,
+    name_of_expert,
     names_of_experts,
 )
 from mindgrpo.weights.local_weights import HostTensors, Weights
@@ -199,9 +200,24 @@ def export_adapters(
 
 
 def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: Path) -> None:
+    views, has_experts = (
+        full.arrays.hf_views,
+        any(len(box.shape) > 2 for box in full.boxes.values()),
+    )
+    names: ExpertNames = experts_of(Path(source)) if has_experts else "per_expert"
+    pairs: dict[str, list[np.ndarray]] = {}
+    for base in adapted_names(views):
+        low_rank = [views[name] for name in adapter_names(base)]
+        if low_rank[0].ndim == 2:
+            pairs[base] = low_rank
+            continue
+        # Each expert is a module of its own there.
+        for index, pair in enumerate(zip(*low_rank, strict=True)):
+            pairs[name_of_expert(base, index, names)] = list(pair)
     tensors = {
-        f"base_model.model.{spec.name}": np.ascontiguousarray(full.arrays.hf_views[spec.name])
-        for spec in full.layout.specs
+        f"base_model.model.{name}": np.ascontiguousarray(values)
+        for base, pair in pairs.items()
+        for name, values in zip(adapter_names(base), pair, strict=True)
     }
     described = {
         "peft_type": "LORA",
@@ -212,7 +228,7 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "target_modules": list(settings.targets),
+        "target_modules": list(dict.fromkeys(base.split(".")[-2] for base in pairs)),
     }
     with writing(target):
         target.mkdir(parents=True)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
-from mindgrpo.models.lora import adapter_names, merge
+from mindgrpo.models.lora import adapter_names, factor_box, merge
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
@@ -144,6 +144,19 @@ def bucket_size(groups: Sequence[Layout], rank: int, dtype: Dtype) -> int:
     return max(sum(aligned_size(box, ITEM_BYTES[dtype]) for box in own) for own in boxes)
 
 
+def adapters_of(groups: Sequence[Layout], adapters: Layout) -> list[Layout]:
+    """Returns the layouts of the adapters of each group: where their matrices are, of the same experts."""
+
+    def specs(group: Layout) -> Iterator[ParameterSpec]:
+        for base in group.specs:
+            for name in adapter_names(base.name):
+                if (own := adapters.by_name.get(name)) is not None:
+                    window = base.window and factor_box(base.window, own.shape)
+                    yield replace(own, position=base.position, window=window)
+
+    return [replace(group, specs=tuple(specs(group))) for group in groups]
+
+
 class TensorStream:
     """Transfers `source` with its adapters to `sink`, a group after the other; their layouts split no tensor."""
 
@@ -157,30 +170,27 @@ class TensorStream:
         backend: Backend,
         sink: TensorSink,
     ) -> None:
-        self._adapters, self._sink = adapters, sink
+        self._sink, self._backend = sink, backend
+        self._settings = None if adapters is None else adapters.settings
         self._sums: dict[str, int] | None = None
-        self._groups: list[tuple[HostTensors, Resharder]] = []
-        for group in groups:
-            tensors = HostTensors(group, backend.rank, sink.pool)
-            specs = [source.layout.by_name[spec.name] for spec in group.specs]
-            held = replace(source.layout, specs=tuple(specs))
-            plan = plan_reshard(held, group, source.pool.itemsize)
-            self._groups.append((tensors, Resharder(plan, source, tensors, backend)))
         self.host_copies: list[Pool] = [*sink.host_copies]
+
+        def receiving(own: Weights, group: Layout, pool: Pool) -> tuple[HostTensors, Resharder]:
+            tensors = HostTensors(group, backend.rank, pool)
+            specs = [own.layout.by_name[spec.name] for spec in group.specs]
+            held = replace(own.layout, specs=tuple(specs))
+            plan = plan_reshard(held, group, own.pool.itemsize)
+            return tensors, Resharder(plan, own, tensors, backend)
+
+        self._groups = [receiving(source, group, sink.pool) for group in groups]
+        self._low_rank: list[tuple[HostTensors, Resharder]] = []
         if adapters is not None:
             own = adapters.weights
-            positions = {
-                name: spec.position
-                for group in groups
-                for spec in group.specs
-                for name in adapter_names(spec.name)
-            }
-            specs = [replace(s, position=positions[s.name]) for s in own.layout.specs]
-            whole = replace(groups[0], specs=tuple(specs))
-            self._copy = Weights(whole, backend.rank, backend, "adapters_copy", on_host_only=True)
-            self.host_copies.append(self._copy.pool)
-            self._kernels = backend.kernels
-            self._low_rank = Resharder(plan_reshard(own.layout, whole), own, self._copy, backend)
+            low_rank = adapters_of(groups, own.layout)
+            size = bucket_size(low_rank, backend.rank, own.dtype)
+            pool = backend.host_pool(size, dtype=own.dtype)
+            self.host_copies.append(pool)
+            self._low_rank = [receiving(own, group, pool) for group in low_rank]
 
     @property
     def layout(self) -> Layout:
@@ -196,12 +206,12 @@ class TensorStream:
     def run(self, keeps_sums: bool = False) -> Traffic:
         started, num_bytes = time.perf_counter(), 0
         self._sums = {} if keeps_sums else None
-        if self._adapters is not None:
-            num_bytes += self._low_rank.run().bytes_received
-        for tensors, resharder in self._groups:
+        for index, (tensors, resharder) in enumerate(self._groups):
             num_bytes += resharder.run().bytes_received
-            if self._adapters is not None:
-                merge(tensors, self._copy, self._adapters.settings, self._kernels)
+            if self._settings is not None:
+                low_rank, arriving = self._low_rank[index]
+                num_bytes += arriving.run().bytes_received
+                merge(tensors, low_rank, self._settings, self._backend.kernels)
             if self._sums is not None:
                 for name, view in tensors.hf_views.items():
                     self._sums[name] = box_sum(view, tensors.boxes[name])

@@ -248,13 +248,19 @@ def _of_experts(
         outward = ((down, whole_box(shapes[down])),)
         yield FileTensor(down.removesuffix(".weight"), tuple(shapes[down]), outward)
         return
-    words = {projection: projection for projection in PROJECTIONS}
-    if names == "mixtral":
-        module = f"{layer}.{MIXTRAL_MODULE}.experts"
-        words = {projection: word for word, projection in MIXTRAL_PROJECTIONS.items()}
     for index in range(shapes[gate][0]):
-        for projection, name in parameters.items():
+        for name in parameters.values():
             _, *matrix = shapes[name]
             box = Box((index, 0, 0), (index + 1, *matrix))
-            tensor_name = f"{module}.{index}.{words[projection]}.weight"
-            yield FileTensor(tensor_name, tuple(matrix), ((name, box),))
+            yield FileTensor(name_of_expert(name, index, names), tuple(matrix), ((name, box),))
+
+
+def name_of_expert(parameter: str, index: int, names: ExpertNames) -> str:
+    """Returns the name of the matrix of one expert of `parameter`, also where files have all of them fused."""
+    match = _PARAMETER.fullmatch(parameter)
+    assert match is not None
+    layer, projection = match.groups()
+    if names == "mixtral":
+        (word,) = (own for own, ours in MIXTRAL_PROJECTIONS.items() if ours == projection)
+        return f"{layer}.{MIXTRAL_MODULE}.experts.{index}.{word}.weight"
+    return f"{layer}.mlp.experts.{index}.{projection}.weight"

@@ -202,8 +202,13 @@ RECIPES = {
         },
         balance_coef=0.1,
     ),
+    # Of attention, of a dense layer and of experts.
     "low rank": Recipe(
-        QWEN2, lora=(3, 6.0), loss_config={"loss_type": "sapo"}, old_of_generator=True
+        QWEN3_MOE,
+        lora=(3, 6.0),
+        sampling={"stop_ids": tuple(range(12))},
+        loss_config={"loss_type": "sapo"},
+        old_of_generator=True,
     ),
     # Distilled from a smaller model as well.
     "dapo": Recipe(
@@ -353,7 +358,7 @@ ALONE = tuple(Case(recipe, (1, 1, 1), (1, 1)) for recipe in RECIPES)
 SPREAD = (
     # Rows of tokens that ranks share, and so samples, whose ratio is one.
     Case("gspo", (1, 1, 1, 2), (2, 1)),
-    Case("low rank", (1, 1, 1, 2), (1, 2), recompute=True),
+    Case("low rank", (1, 1, 1, 2), (1, 2), experts=(2, 1), recompute=True),
     Case("cispo", (1, 1, 2), (2, 1)),
     Case("gemma3", (1, 1, 2), (1, 2)),
     Case("qk norm", (1, 2, 1), (1, 2), recompute=True),
@@ -365,7 +370,7 @@ SPREAD = (
     Case("tools", (1, 1, 2, 2), (2, 2), chunks=2),
     Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True, chunks=2),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
-    Case("low rank", (1, 2, 2), (4, 1), splits_tokens=True),
+    Case("low rank", (1, 2, 2), (4, 1), experts=(1, 2), splits_tokens=True),
     Case("eight layers", (1, 1, 4), (2, 2), recompute=True, chunks=2),
     Case(
         "experts",

@@ -303,22 +303,28 @@ class _FusedSwiGlu(nn.Cell):
         return self.swiglu(both, -1)
 
 
-class _GroupedExpertMlp(nn.Cell):
-    """Products by expert in one kernel each; the last expert gets the rows behind all, which are zeros."""
+class _GroupedMatMul(nn.Cell):
+    """Products by expert in one kernel; the last expert gets the rows behind all, which are zeros."""
 
-    def __init__(self, grouped_matmul: FusedOp, swiglu: FusedOp) -> None:
+    def __init__(self, grouped_matmul: FusedOp) -> None:
         super().__init__()
-        self.grouped_matmul, self.swiglu = grouped_matmul, swiglu
+        self.grouped_matmul = grouped_matmul
 
-    def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
+    def construct(self, x: Any, weight: Any, counts: Any) -> Any:
         ends = ops.cumsum(counts, 0).astype(ms.int64)
         ends = ops.concat((ends[:-1], ops.zeros_like(ends[:1]) + x.shape[0]), 0)
-        return self.product(self.swiglu(self.product(x, gate_up, ends), -1), down, ends)
-
-    def product(self, x: Any, weight: Any, ends: Any) -> Any:
         return self.grouped_matmul(
             (x,), (weight.astype(x.dtype),), group_list=ends, split_item=3, group_type=0
         )[0]
+
+
+class _GroupedExpertMlp(nn.Cell):
+    def __init__(self, grouped_matmul: FusedOp, swiglu: FusedOp) -> None:
+        super().__init__()
+        self.product, self.swiglu = _GroupedMatMul(grouped_matmul), swiglu
+
+    def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
+        return self.product(self.swiglu(self.product(x, gate_up, counts), -1), down, counts)
 
 
 class _AddMatMul(nn.Cell):
@@ -392,6 +398,9 @@ class AscendKernels(Kernels):
         if activation != "silu":
             return super().expert_mlp(activation)
         return _GroupedExpertMlp(self._ops.grouped_matmul, self._ops.swiglu)
+
+    def expert_matmul(self, in_float32: bool = False) -> nn.Cell:
+        return _GroupedMatMul(self._ops.grouped_matmul)
 
     def add_matmul(self) -> nn.Cell:
         return _AddMatMul(self._ops.addmm)

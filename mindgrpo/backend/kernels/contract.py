@@ -151,6 +151,15 @@ class Kernels:
         """
         return mindspore_experts.PlainExpertMlp(activation)
 
+    def expert_matmul(self, in_float32: bool = False) -> nn.Cell:
+        """Makes a cell: (x [S, K], weight [E, K, M], counts int32 [E]) -> [S, M], the rows of each expert times its
+        matrix, with gradients for both; rows behind all of them are zeros, of x and of a gradient too.
+
+        `expert_mlp` has the same bits as two of them with `glu` in between. `in_float32`: of float32 tensors, in any
+        precision.
+        """
+        return mindspore_experts.PlainExpertMatMul()
+
     def weighted_sum(self) -> nn.Cell:
         """Makes a cell: (y [S, H], scores float32 [N, K], order [S], home [N, K]) -> [N, H] in the dtype of y.
 

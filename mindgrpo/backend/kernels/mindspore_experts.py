@@ -172,21 +172,39 @@ def token_of(order: Any, slots: int) -> Any:
     return ops.floor_div(order, slots)
 
 
+def _by_expert(x: Any, counts: Any) -> Any:
+    """Returns [S, E] in the dtype of x, 1 where a row is an expert's, and 0."""
+    numbers = ops.expand_dims(ops.cumsum(ops.ones_like(x[:, 0]).astype(ms.float32), 0), 1)
+    ends = ops.expand_dims(ops.cumsum(counts.astype(ms.float32), 0), 0)
+    starts = ends - ops.expand_dims(counts.astype(ms.float32), 0)
+    return ops.logical_and(numbers > starts, numbers <= ends).astype(x.dtype)
+
+
 class PlainExpertMlp(nn.Cell):
     def __init__(self, activation: Activation) -> None:
         super().__init__()
         self.glu, self.matmul = Glu(activation), ops.MatMul()
 
     def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
-        numbers = ops.expand_dims(ops.cumsum(ops.ones_like(x[:, 0]).astype(ms.float32), 0), 1)
-        ends = ops.expand_dims(ops.cumsum(counts.astype(ms.float32), 0), 0)
-        starts = ends - ops.expand_dims(counts.astype(ms.float32), 0)
-        mine = ops.logical_and(numbers > starts, numbers <= ends).astype(x.dtype)
+        mine = _by_expert(x, counts)
         gates, downs = ops.unstack(gate_up), ops.unstack(down)
         y = ops.zeros_like(x)
         for e in range(gate_up.shape[0]):
             own = self.matmul(self.glu(self.matmul(x, gates[e])), downs[e])
             y = y + own * mine[:, e : e + 1]
+        return y
+
+
+class PlainExpertMatMul(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul()
+
+    def construct(self, x: Any, weight: Any, counts: Any) -> Any:
+        mine, matrices = _by_expert(x, counts), ops.unstack(weight)
+        y = self.matmul(x, matrices[0]) * mine[:, :1]
+        for e in range(1, weight.shape[0]):
+            y = y + self.matmul(x, matrices[e]) * mine[:, e : e + 1]
         return y
 
 

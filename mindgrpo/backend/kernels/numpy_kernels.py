@@ -150,6 +150,15 @@ class NumpyKernels(Kernels):
 
         return mlp
 
+    def expert_matmul(self, in_float32: bool = False) -> Any:
+        def product(x: Array, weight: Array, counts: Array) -> Array:
+            y, ends = np.zeros((len(x), weight.shape[2]), x.dtype), np.cumsum(counts)
+            for matrix, count, end in zip(weight, counts, ends, strict=True):
+                y[end - count : end] = x[end - count : end] @ matrix
+            return y
+
+        return product
+
     def weighted_sum(self) -> Any:
         return lambda y, scores, order, home: (_rows(y, home) * scores[:, :, None]).sum(1)
 

@@ -371,6 +371,8 @@ def _experts(sizes: Sizes) -> list[Case]:
     rows = NumpyKernels().take_rows()(x, order, home)
     weights = [_floats(8, hidden, 2 * inner), _floats(8, inner, hidden)]
     weights = [own / np.float32(own.shape[1] ** 0.5) for own in weights]
+    # Without rows behind those of all experts, which have no gradient to get.
+    used = rows[: counts.sum()]
     # No two scores of a token are alike.
     levels = np.zeros((tokens, hidden), np.float32)
     levels[:, :8] = np.argsort(rng.random((tokens, 8)), 1)
@@ -384,6 +386,7 @@ def _experts(sizes: Sizes) -> list[Case]:
         "sort_slots": (lambda k: k.sort_slots(routing), [routes], 0, False),
         "take_rows": (lambda k: k.take_rows(), [x, order, home], 1, True),
         "expert_mlp": (lambda k: k.expert_mlp("silu"), [rows, counts, *weights], 3, True),
+        "expert_matmul": (lambda k: k.expert_matmul(), [used, weights[0], counts], 2, True),
         "weighted_sum": (lambda k: k.weighted_sum(), [y, scores, order, home], 1, True),
     }
     made = [Case(name.replace("_", " "), name, *row) for name, row in method.items()]

@@ -416,29 +416,44 @@ static void backward(void *task, Member member) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Reads what both kernels are given, and takes the memory that they need; 0 where it can. */
-static int prepare(const Call *call, Experts *t, int parts, int has_gradients) {
-    int64_t hidden = dim(call, 'H'), inner = dim(call, 'I'), rows = dim(call, 'S'), used = 0, most = 0, bytes = 0;
-    const char *why;
-    *t = (Experts){.rows = rows, .hidden = hidden, .inner = inner, .experts = dim(call, 'E'), .counts = call->params[1]};
-    t->sum = (Summation){parts, 1}, t->x = call->params[0], t->gate_up = call->params[2], t->down = call->params[3];
-    t->is_bf16[0] = is_bf16(call, 2), t->is_bf16[1] = is_bf16(call, 3);
+/* Reads how many rows each expert has, and how products with its matrices are summed; 0 where they can be. */
+static int read_rows(const Call *call, Experts *t, const int32_t *counts, int parts) {
+    int64_t rows = dim(call, 'S'), used = 0, most = 0;
+    t->rows = rows, t->experts = dim(call, 'E'), t->counts = counts, t->sum = (Summation){parts, 1};
     if (parts < 0 || parts > MOST_PARTS) return refuse(call, "%d parts: there are 0 to %d", parts, MOST_PARTS);
     if (!parts && (t->is_bf16[0] || t->is_bf16[1])) return refuse(call, "products in float32 take no bfloat16");
-    for (int64_t e = 0; e < t->experts; used += t->counts[e], most = larger(most, t->counts[e]), e++)
-        if (t->counts[e] < 0 || t->counts[e] > rows - used)
-            return refuse(call, "expert %ld has %d rows behind %ld of %ld", e, t->counts[e], used, rows);
+    for (int64_t e = 0; e < t->experts; used += counts[e], most = larger(most, counts[e]), e++)
+        if (counts[e] < 0 || counts[e] > rows - used)
+            return refuse(call, "expert %ld has %d rows behind %ld of %ld", e, counts[e], used, rows);
     t->used = used, t->most = most;
-    int64_t size = parts ? summed_rows(most) : 0;
-    /* Depth and columns of each product's second factor. */
-    const int64_t factors[][2] = {{hidden, 2 * inner}, {inner, hidden}, {hidden, inner}, {2 * inner, hidden},
-                                  {size, hidden}, {size, 2 * inner}};
-    for (int i = has_gradients ? 2 : 0; i < (has_gradients ? 6 : 2) && parts; i++) {
+    return 0;
+}
+
+/* Counts the bytes of the largest of `count` second factors, whose depth and columns these are; 0 where it can. */
+static int measure_packed(const Call *call, Experts *t, const int64_t factors[][2], int count) {
+    int64_t bytes = 0;
+    const char *why;
+    for (int i = 0; i < count && t->sum.parts; i++) {
         int64_t own = packed_matrix_bytes(factors[i][0], factors[i][1], t->sum);
         if (own < 0) return product_failure(&why) ? refuse(call, "%s", why) : KERNEL_REFUSED;
         bytes = larger(bytes, own);
     }
     t->packed_bytes = padded(bytes / sizeof(float) + 1) * sizeof(float);
+    return 0;
+}
+
+/* Reads what both kernels are given, and takes the memory that they need; 0 where it can. */
+static int prepare(const Call *call, Experts *t, int parts, int has_gradients) {
+    int64_t hidden = dim(call, 'H'), inner = dim(call, 'I');
+    *t = (Experts){.hidden = hidden, .inner = inner, .x = call->params[0], .gate_up = call->params[2], .down = call->params[3]};
+    t->is_bf16[0] = is_bf16(call, 2), t->is_bf16[1] = is_bf16(call, 3);
+    int status = read_rows(call, t, call->params[1], parts);
+    if (status) return status;
+    int64_t used = t->used, size = parts ? summed_rows(t->most) : 0;
+    const int64_t factors[][2] = {{hidden, 2 * inner}, {inner, hidden}, {hidden, inner}, {2 * inner, hidden},
+                                  {size, hidden}, {size, 2 * inner}};
+    status = measure_packed(call, t, factors + (has_gradients ? 2 : 0), has_gradients ? 4 : 2);
+    if (status) return status;
     int64_t of_packed = 2 * t->packed_bytes / sizeof(float), act = padded(used * inner), wide = larger(hidden, 2 * inner);
     int64_t gradients = has_gradients ? act + padded(2 * used * inner) + 2 * padded(size * wide) : 0;
     float *memory = scratch(call, of_packed + act + gradients + VEC);
@@ -448,10 +463,11 @@ static int prepare(const Call *call, Experts *t, int parts, int has_gradients) {
     return 0;
 }
 
-static int run(const Call *call, void (*work)(void *task, Member member), Experts *t, float *rows) {
+/* `made` has rows of `width` numbers, those behind all experts' zeros; NULL where it has none. */
+static int run(const Call *call, void (*work)(void *task, Member member), Experts *t, float *made, int64_t width) {
     const char *why;
     pool_run(work, t);
-    memset(rows + t->used * t->hidden, 0, (t->rows - t->used) * t->hidden * sizeof(float));
+    if (made) memset(made + t->used * width, 0, (t->rows - t->used) * width * sizeof(float));
     return product_failure(&why) ? refuse(call, "%s", why) : 0;
 }
 
@@ -464,7 +480,7 @@ KERNEL(expert_mlp,
     if (status) return status;
     t.y = call->params[5], t.made = call->params[6];
     memset(t.made + 2 * t.used * t.inner, 0, 2 * (t.rows - t.used) * t.inner * sizeof(float));
-    return run(call, forward, &t, t.y);
+    return run(call, forward, &t, t.y, t.hidden);
 }
 
 KERNEL(expert_mlp_grad,
@@ -475,5 +491,65 @@ KERNEL(expert_mlp_grad,
     if (status) return status;
     t.both = call->params[5], t.dy = call->params[6], t.dx = call->params[7];
     t.dgate_up = call->params[8], t.ddown = call->params[9];
-    return run(call, backward, &t, t.dx);
+    return run(call, backward, &t, t.dx, t.hidden);
+}
+
+/* -- one product by expert: matrices [hidden, inner], `gate_up` of the task ------------------------------------------- */
+
+static void multiply(void *task, Member member) {
+    const Experts *t = task;
+    expert_products(t, member, t->inner, t->hidden, t->x, t->gate_up, t->is_bf16[0], 0, t->y);
+}
+
+static void multiply_back(void *task, Member member) {
+    const Experts *t = task;
+    expert_products(t, member, t->hidden, t->inner, t->dy, t->gate_up, t->is_bf16[0], 1, t->dx);
+}
+
+static void multiply_gradient(void *task, Member member) {
+    const Experts *t = task;
+    expert_gradients(t, member, t->hidden, t->inner, t->x, t->dy, t->dgate_up);
+}
+
+/* The matrices of a product are tensor 1, where they are not its result (`is_gradient`). */
+static int prepare_product(const Call *call, Experts *t, int is_gradient) {
+    int64_t depth = dim(call, 'K'), columns = dim(call, 'M');
+    *t = (Experts){.hidden = depth, .inner = columns};
+    if (!is_gradient) t->gate_up = call->params[1], t->is_bf16[0] = is_bf16(call, 1);
+    int status = read_rows(call, t, call->params[2], *(const int32_t *)call->params[3]);
+    if (status) return status;
+    int64_t size = is_gradient && t->sum.parts ? summed_rows(t->most) : 0;
+    const int64_t factors[][2] = {{depth, columns}, {columns, depth}, {size, columns}};
+    status = measure_packed(call, t, factors + (is_gradient ? 2 : 0), is_gradient ? 1 : 2);
+    if (status) return status;
+    int64_t of_packed = 2 * t->packed_bytes / sizeof(float);
+    float *memory = scratch(call, of_packed + padded(size * depth) + padded(size * columns) + VEC);
+    if (!memory) return KERNEL_OUT_OF_MEMORY;
+    t->packed = (char *)memory, t->padded_a = memory + of_packed, t->padded_b = t->padded_a + padded(size * depth);
+    return 0;
+}
+
+/* y = x w of each row's expert */
+KERNEL(expert_product, "x f32[S, K], w f32|bf16[E, K, M], counts i32[E], parts i32[1] -> y f32[S, M]") {
+    Experts t;
+    int status = prepare_product(call, &t, 0);
+    if (status) return status;
+    t.x = call->params[0], t.y = call->params[4];
+    return run(call, multiply, &t, t.y, t.inner);
+}
+
+KERNEL(expert_product_back, "dy f32[S, M], w f32|bf16[E, K, M], counts i32[E], parts i32[1] -> dx f32[S, K]") {
+    Experts t;
+    int status = prepare_product(call, &t, 0);
+    if (status) return status;
+    t.dy = call->params[0], t.dx = call->params[4];
+    return run(call, multiply_back, &t, t.dx, t.hidden);
+}
+
+KERNEL(expert_product_gradient, "x f32[S, K], dy f32[S, M], counts i32[E], parts i32[1] -> dw f32[E, K, M]") {
+    Experts t;
+    int status = prepare_product(call, &t, 1);
+    if (status) return status;
+    t.x = call->params[0], t.dy = call->params[1], t.dgate_up = call->params[4];
+    return run(call, multiply_gradient, &t, NULL, 0);
 }

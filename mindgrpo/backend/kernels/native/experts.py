@@ -11,6 +11,10 @@ from mindgrpo.backend.kernels.native.library import as_first, as_first_two, oper
 from mindgrpo.backend.kernels.shapes import Routing
 
 
+def _float32(*types: Any) -> Any:
+    return ms.float32
+
+
 def _float32_twice(*types: Any) -> Any:
     return ms.float32, ms.float32
 
@@ -153,3 +157,34 @@ class ExpertMlp(nn.Cell):
     def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
         y, _ = self.run(x, counts, gate_up, down, self.num_parts)
         return y
+
+
+class ExpertMatMul(nn.Cell):
+    """`num_parts` as ExpertMlp."""
+
+    def __init__(self, num_parts: int | None) -> None:
+        super().__init__()
+
+        def shape(x: Any, weight: Any, *others: Any) -> Any:
+            return [x[0], weight[2]]
+
+        def shape_of_x(dy: Any, weight: Any, *others: Any) -> Any:
+            return [dy[0], weight[1]]
+
+        def shape_of_weight(x: Any, dy: Any, counts: Any, *others: Any) -> Any:
+            return [counts[0], x[1], dy[1]]
+
+        # Of their own, so that a graph leaves out the one that nothing needs.
+        back = operation("expert_product_back", shape_of_x, _float32)
+        gradient = operation("expert_product_gradient", shape_of_weight, _float32)
+
+        def bprop(x: Any, weight: Any, counts: Any, num_parts: Any, out: Any, dout: Any) -> Any:
+            dx = back(dout, weight, counts, num_parts)
+            dweight = gradient(x, dout, counts, num_parts)
+            return dx, dweight, ops.zeros_like(counts), ops.zeros_like(num_parts)
+
+        self.run = operation("expert_product", shape, _float32, bprop)
+        self.num_parts = Tensor([num_parts or 0], ms.int32)
+
+    def construct(self, x: Any, weight: Any, counts: Any) -> Any:
+        return self.run(x, weight, counts, self.num_parts)

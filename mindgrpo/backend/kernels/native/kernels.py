@@ -345,6 +345,9 @@ class NativeKernels(Kernels):
         is_silu = activation == "silu"
         return experts.ExpertMlp(self.num_parts) if is_silu else super().expert_mlp(activation)
 
+    def expert_matmul(self, in_float32: bool = False) -> nn.Cell:
+        return experts.ExpertMatMul(None if in_float32 else self.num_parts)
+
     def weighted_sum(self) -> nn.Cell:
         return experts.WeightedSum()
 
