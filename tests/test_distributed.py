@@ -212,6 +212,16 @@ def test_routers_choose_by_the_margins_of_one_process(launch: Launch, case: c.Ca
     np.testing.assert_allclose(found.astype(float), alone.astype(float), **CLOSE)
 
 
+@pytest.mark.parametrize(
+    "case", [own for own in c.SPREAD if own.replays], ids=lambda case: case.name
+)
+def test_routes_go_to_the_ranks_that_compute_their_tokens(launch: Launch, case: c.Case) -> None:
+    # One of two layers with experts is its stage's, and what it has generated it has.
+    for step in _steps(launch, case):
+        whole, *by_rank = step["routes_carried"]
+        assert all(0 < received < whole / 2 for received in by_rank)
+
+
 @every_case
 def test_the_trained_parameters_have_the_golden_sums_and_norms(
     launch: Launch, case: c.Case
@@ -423,6 +433,11 @@ def test_sums_between_graphs_are_exact_and_the_same_bits_everywhere(
 @several_ranks
 def test_an_object_larger_than_the_buffers_reaches_every_rank(launch: Launch, world: Which) -> None:
     assert all(rank["communication"]["gathered"] for rank in launch(world)[1])
+
+
+@several_ranks
+def test_bytes_go_from_every_rank_to_each_that_they_are_for(launch: Launch, world: Which) -> None:
+    assert all(rank["communication"]["exchanged"] for rank in launch(world)[1])
 
 
 @several_ranks

@@ -31,6 +31,7 @@ from mindgrpo.models.expert_plan import (
 )
 
 LAYERS, EXPERTS, SLOTS = 2, 5, 2
+SIZES = (LAYERS, SLOTS)
 # Prompts and completions: three groups, one of which fills no row by itself.
 LENGTHS = (((1, 2, 3), (5, 7, 1)), ((4, 4), (9, 2)), ((6, 1, 6, 2, 5, 3), (8,)))
 
@@ -182,7 +183,7 @@ def test_routes_of_one_packing_are_those_of_the_same_tokens_in_another(
     for share in range(num_shares):
         for part in range(context_ranks):
             for batch in packed.micro_batches(shape, num_shares, share, part=part):
-                routes = routes_of(batch, samples)
+                routes = routes_of(batch, samples, SIZES)
                 planned = with_plan(batch, routes, plan_experts(routes, EXPERTS))
                 expected = routes_of_tokens(batch)
                 is_padding = (planned.routes < 0).all((0, 2))
@@ -220,8 +221,8 @@ def test_ranks_that_share_out_tokens_record_and_plan_their_own() -> None:
     for sample, own in routes_by_sample(batches, whole).items():
         np.testing.assert_array_equal(merged[sample], own)
     for batch in batches:
-        parts = [routes_of(batch, merged, share) for share in halves]
-        np.testing.assert_array_equal(np.concatenate(parts, 1), routes_of(batch, merged))
+        parts = [routes_of(batch, merged, SIZES, share) for share in halves]
+        np.testing.assert_array_equal(np.concatenate(parts, 1), routes_of(batch, merged, SIZES))
 
 
 def test_ranks_that_share_rows_merge_what_each_has_recorded() -> None:

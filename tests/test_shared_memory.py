@@ -106,6 +106,23 @@ def test_objects_far_larger_than_the_buffer_arrive_whole_and_in_rank_order(
             assert np.array_equal(found.pop("array"), expected.pop("array")) and found == expected
 
 
+def _exchange(host: LocalRanks, size: int) -> list[np.ndarray]:
+    group = _group(host, size, SMALL_BUFFER)
+    return group.exchange_bytes([_parcel(host.rank, other) for other in range(size)])
+
+
+def _parcel(source: int, target: int) -> np.ndarray:
+    """None from a rank to itself, and one that is longer than several buffers."""
+    count = 0 if source == target else 3 * SMALL_BUFFER + 5 if target == 1 else source + 2 * target
+    return (np.arange(count) % 251 + source + 2 * target).astype(np.uint8)
+
+
+def test_bytes_reach_the_member_that_they_are_for(library: ctypes.CDLL | None) -> None:
+    for rank, arrived in run(library, 3, _exchange).items():
+        for source, own in enumerate(arrived):
+            assert np.array_equal(own, _parcel(source, rank))
+
+
 def _many_operations(host: LocalRanks, size: int) -> int:
     """Barriers, sums and gathers in turn, with ranks that dawdle by turns: buffers must not be overtaken."""
     group = _group(host, size, SMALL_BUFFER)

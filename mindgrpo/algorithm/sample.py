@@ -19,9 +19,34 @@ STOPPED, LENGTH, MAX_TURNS, FAILED = "stop", "length", "max_turns", "failed"
 
 Arrays = Sequence[np.ndarray]
 Messages = tuple[Mapping[str, Any], ...]
-# The experts of a sample's tokens but its last one, uint8 or uint16 [tokens, layers with experts, experts a token]:
-# arrays that follow each other, of which samples of one prompt share the first.
-Routes = tuple[np.ndarray, ...]
+
+
+class ExpertRoutes:
+    """The experts of some tokens, uint8 or uint16 [tokens, layers with experts, experts a token].
+
+    They stay on the ranks that computed them, of which `rank` is the first; elsewhere `values` is None
+    (models/route_exchange.py).
+    """
+
+    def __init__(self, values: np.ndarray, rank: int) -> None:
+        self.values: np.ndarray | None = values
+        self.rank, self.shape, self.dtype = rank, values.shape, values.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None) -> np.ndarray:
+        if self.values is None:
+            raise ValueError(f"these routes are on rank {self.rank}")
+        return np.asarray(self.values, dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"values": None}
+
+
+# Of a sample's tokens but its last one: parts that follow each other, of which samples of one prompt share the first.
+# Arrays are those that every rank has.
+Routes = tuple[ExpertRoutes | np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -149,6 +174,19 @@ class Sample:
         grown = self._with(written.tokens, written.action_mask, both)
         routes = grown.routes_with(written.routes)
         return replace(grown, finish_reason=written.finish_reason, routes=routes)
+
+    @property
+    def has_routes_here(self) -> bool:
+        """Returns whether this rank has the experts of all tokens that have some."""
+        handles = (own for own in self.routes if isinstance(own, ExpertRoutes))
+        return all(own.values is not None for own in handles)
+
+    def with_routes_of(self, rank: int, known: dict[int, ExpertRoutes]) -> Sample:
+        """Returns the sample with routes that stay on `rank`; `known` has those of arrays, by id, met before."""
+        for own in self.routes:
+            if isinstance(own, np.ndarray):
+                known.setdefault(id(own), ExpertRoutes(own, rank))
+        return replace(self, routes=tuple(known.get(id(own), own) for own in self.routes))
 
     def routes_with(self, computed: Routes) -> Routes:
         """Returns the routes with those `computed` last, of its last tokens or of all; () where some are missing."""

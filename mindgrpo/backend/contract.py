@@ -101,6 +101,13 @@ class Group(ABC):
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every member's `value`, in the order of `ranks`."""
 
+    def exchange_bytes(self, parcels: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Gives member i the bytes `parcels[i]` uint8 [n], and returns what each member has for this one.
+
+        Between graphs. Transports bring a member nothing that is for another; here all get all.
+        """
+        return [own[self.index] for own in self.gather_objects(list(parcels))]
+
     @abstractmethod
     def barrier(self) -> None: ...
 

@@ -136,6 +136,8 @@ def _stored(sample: Sample) -> StoredSample:
 def _stored_routes(sample: Sample) -> Any:
     if sample.finish_reason is None or not sample.routes:
         return None
+    if not sample.has_routes_here:
+        return None
     routes = np.concatenate(sample.routes)
     return routes.dtype.name, routes.shape, _text(routes)
 

@@ -84,7 +84,8 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
     return {
         "prompts": digest(rollout.prompt_ids),
         "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
-        "the experts of tokens": digest(rollout.routes),
+        # Who computes tokens has their experts.
+        "tokens with experts": digest([list(map(len, own)) for own in rollout.routes or ()]),
         **{TOKEN_ARRAYS[name].title: digest(rows) for name, rows in rollout.token_arrays.items()},
         "rewards": digest(rewards),
         "the reference's log-probs": digest(batch.reference_logps),

@@ -7,14 +7,13 @@ over the micro-batches of the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from mindgrpo.algorithm.packing import Margins, MicroBatch
-from mindgrpo.algorithm.sample import Routes
 
 # A token without experts; so is padding, which is sent nowhere.
 NO_EXPERT = -1
@@ -149,22 +148,6 @@ class TokenShare:
 ALL_TOKENS = TokenShare()
 
 
-class ReplayedRoutes(Mapping[int, np.ndarray]):
-    """The engine's routes by sample, [prompt + completion - 1, L, K], of `layers` among all those with experts."""
-
-    def __init__(self, routes: Sequence[Routes], layers: Sequence[int]) -> None:
-        self._routes, self._layers = routes, list(layers)
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        return np.concatenate([part[:, self._layers] for part in self._routes[sample]])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._routes)))
-
-    def __len__(self) -> int:
-        return len(self._routes)
-
-
 def count_choices(chosen: np.ndarray, routes: np.ndarray) -> np.ndarray:
     """Counts tokens of layers that have `routes` int [L, N, K], and those for which others are `chosen`: int64 [2].
 
@@ -261,11 +244,16 @@ def margins_of(batch: MicroBatch, margins: np.ndarray, share: TokenShare = ALL_T
 
 
 def routes_of(
-    batch: MicroBatch, samples: Mapping[int, np.ndarray], share: TokenShare = ALL_TOKENS
+    batch: MicroBatch,
+    samples: Mapping[int, np.ndarray],
+    sizes: tuple[int, int],
+    share: TokenShare = ALL_TOKENS,
 ) -> np.ndarray:
-    """Returns the routes of a micro-batch's tokens, or of a share of them, from those of its samples: int32 [L, N,
-    K]."""
-    layers, slots = next(iter(samples.values())).shape[1:]
+    """Returns the routes of a micro-batch's tokens, or of a share of them, from those of its samples: int32 [L, N, K].
+
+    `sizes` are L and K: a micro-batch may have no samples.
+    """
+    layers, slots = sizes
     whole = np.full((*batch.positions.shape, layers, slots), NO_EXPERT, np.int32)
     for number, row in enumerate(batch.rows):
         # A prompt's are those of its first sample.

@@ -34,7 +34,6 @@ from mindgrpo.models.expert_plan import (
     ALL_TOKENS,
     Choices,
     ExpertSpread,
-    ReplayedRoutes,
     TokenShare,
     balance,
     balance_factors,
@@ -51,6 +50,7 @@ from mindgrpo.models.expert_plan import (
     rows_by_expert,
     with_plan,
 )
+from mindgrpo.models.route_exchange import ReplayedRoutes
 from mindgrpo.models.shard import LOGITS_BYTES, Shard, routing
 from mindgrpo.parallel.mesh import Mesh
 
@@ -211,6 +211,7 @@ class ForwardPipeline:
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
+        self._world = backend.world
         # With the same layers, they compute other tokens.
         self.same_layers = backend.group(mesh.group(rank, ("dp", "cp", "mp"))) if ends[-1] else None
         self._token_share = TokenShare(shard.group.index, shard.token_shares)
@@ -317,20 +318,24 @@ class ForwardPipeline:
         if moe is None or routes is None:
             return False
         if packed.routes is None:
-            packed.routes = ReplayedRoutes(routes, self.expert_layers) if self.expert_layers else {}
+            packed.routes = ReplayedRoutes(routes, self.expert_layers, self._world)
+            load = self.load(packed)
             if packed.routes:
-                packed.expert_load = load_of_fullest(self.load(packed))
+                packed.expert_load = load_of_fullest(load)
         return True
 
     def load(self, packed: PackedRollout, members: Sequence[int] | None = None) -> np.ndarray:
-        """Returns load_by_expert of `members` (None: all samples), whose routes are known; the ranks that have the same
-        layers together, each of which counts a part of the samples."""
-        moe, group = self.shard.config.moe, self.same_layers
-        assert moe is not None and group is not None and packed.routes is not None
-        samples = list(packed.routes if members is None else members)[group.index :: group.size]
-        own = load_by_expert(
-            (packed.routes[i] for i in samples), len(self.expert_layers), moe.num_experts
-        )
+        """Returns load_by_expert of `members` (None: all samples), whose routes are known, in the stage's layers; all
+        ranks together, each of which counts a part of the samples."""
+        moe, group, routes = self.shard.config.moe, self.same_layers, packed.routes
+        assert moe is not None and routes is not None
+        samples = list(range(len(packed.rollout)) if members is None else members)
+        if isinstance(routes, ReplayedRoutes):
+            return routes.load(samples, moe.num_experts)
+        if group is None:
+            return np.zeros((0, moe.num_experts), np.int64)
+        samples = samples[group.index :: group.size]
+        own = load_by_expert((routes[i] for i in samples), len(self.expert_layers), moe.num_experts)
         return np.sum(group.gather_objects(own), 0)
 
     def replay(
@@ -354,15 +359,27 @@ class ForwardPipeline:
         members: Sequence[int] | None = None,
         scale: float = 1.0,
     ) -> Sequence[MicroBatch]:
-        """Returns the micro-batches with plans of the routes that are recorded; where none are, `batches`.
+        """Returns the micro-batches with plans of the routes that are known; where none are, `batches`.
 
-        All ranks that share experts together. With `members`, the samples of an update, experts are balanced, by a loss
+        All ranks together. With `members`, the samples of an update, experts are balanced, by a loss
         `scale` times as large.
         """
         moe = self.shard.config.moe
-        if not packed.routes or moe is None:
+        if packed.routes is None or moe is None:
             return batches
-        routes = [routes_of(batch, packed.routes, self._token_share) for batch in batches]
+        if isinstance(packed.routes, ReplayedRoutes):
+            own_rows = (row for batch in batches for row in batch.rows)
+            packed.routes.fetch(placed.sample for row in own_rows for placed in row)
+        balances: list[np.ndarray | None] = [None] * len(batches)
+        if members is not None and moe.balance_coef > 0:
+            load = self.load(packed, members)
+            num_layers = sum(kind.has_experts for kind in self.shard.config.layers)
+            factors = balance_factors(load, moe.per_token, moe.balance_coef * scale / num_layers)
+            balances = [balance(batch, factors, self._token_share) for batch in batches]
+        if not packed.routes:
+            return batches
+        sizes = len(self.expert_layers), moe.per_token
+        routes = [routes_of(batch, packed.routes, sizes, self._token_share) for batch in batches]
         mesh, group = self.shard.weights.layout.mesh, self.shard.expert_groups["ep", "emp"]
         spread = ExpertSpread(mesh.ep, mesh.emp, group.index)
         if spread.size == 1:
@@ -372,16 +389,6 @@ class ForwardPipeline:
             sent = np.stack(group.gather_objects(counts))
             rows = capacity(sent, spread, routes[0][0].size)
             plans = [plan_spread(own, sent[:, i], spread, rows) for i, own in enumerate(routes)]
-        balances: list[np.ndarray | None] = [None] * len(batches)
-        if members is not None and moe.balance_coef > 0:
-            load = self.load(packed, members)
-            coef = (
-                moe.balance_coef
-                * scale
-                / sum(kind.has_experts for kind in self.shard.config.layers)
-            )
-            factors = balance_factors(load, moe.per_token, coef)
-            balances = [balance(batch, factors, self._token_share) for batch in batches]
         return list(map(with_plan, batches, routes, plans, balances))
 
 

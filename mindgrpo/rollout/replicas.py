@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import Request, Rollout, Sample, collect
+from mindgrpo.algorithm.sample import ExpertRoutes, Request, Rollout, Sample, collect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import RanksDisagree, different_ranks, digest
@@ -109,7 +109,9 @@ class Replicas:
     ) -> list[Sample]:
         index = self.mesh.index(self.backend.rank, "dp")
         shares = np.array_split(np.arange(len(requests)), self.mesh.dp)
-        own = draw([requests[i] for i in shares[index].tolist()])
+        own, known = draw([requests[i] for i in shares[index].tolist()]), dict[int, ExpertRoutes]()
+        owner = self.mesh.group(self.backend.rank, ("pp", "mp"))[0]
+        own = [sample.with_routes_of(owner, known) for sample in own]
         tokens = digest([sample.tokens for sample in own])
         by_rank = self.backend.world.gather_objects((own if self._is_first else [], tokens))
         for ranks in self.mesh.groups(("pp", "mp")):
@@ -121,7 +123,8 @@ class Replicas:
                     f"{word} {names} drew other tokens than the ranks {list(ranks)} that share a model, in step "
                     f"{key.step + 1}: they compute with different weights, seeds or code"
                 )
-        return [sample for part, _ in by_rank for sample in part]
+        shared = (own if rank == owner else drawn for rank, (drawn, _) in enumerate(by_rank))
+        return [sample for drawn in shared for sample in drawn]
 
     @property
     def _is_first(self) -> bool:

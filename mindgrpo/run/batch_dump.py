@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Rollout, Sample, TrainBatch
+from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Rollout, Routes, Sample, TrainBatch
 from mindgrpo.errors import UserError
 
 FORMAT = "mindgrpo dump 3"
@@ -55,6 +55,14 @@ class Dump:
     about: About
     batch: TrainBatch
     rewards: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def with_routes(dump: Dump, routes: Sequence[Routes]) -> Dump:
+    """Returns the dump with those of its samples, which other ranks may have had."""
+    rollout = dump.batch.rollout
+    samples = zip(rollout.samples, routes, strict=True)
+    rollout = replace(rollout, samples=tuple(replace(s, routes=own) for s, own in samples))
+    return replace(dump, batch=replace(dump.batch, rollout=rollout))
 
 
 def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 from mindgrpo.algorithm.sample import CarriedOver
@@ -34,6 +35,7 @@ from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.health.rank_health import resume_command
+from mindgrpo.models.route_exchange import on_first_rank
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import compare
@@ -138,6 +140,7 @@ class RunCheckpoints:
         """
         self.commit()
         started = time.perf_counter()
+        unfinished = self._with_routes(unfinished)
         state = RunState(
             step=step,
             prompts=prompts,
@@ -178,6 +181,21 @@ class RunCheckpoints:
             self._failed(step, reason)
         figures["time/checkpoint"] = time.perf_counter() - started
         return figures
+
+    def _with_routes(self, groups: Sequence[PartialGroup]) -> list[PartialGroup]:
+        """Returns the groups with the routes of their ended samples on the first rank, which writes them."""
+        ended = [
+            sample.routes if sample.finish_reason is not None else ()
+            for group in groups
+            for sample in group.samples
+        ]
+        if not any(ended):
+            return list(groups)
+        routes = iter(on_first_rank(ended, self._backend.world))
+        return [
+            replace(g, samples=tuple(replace(s, routes=next(routes)) for s in g.samples))
+            for g in groups
+        ]
 
     def _bring(self, role: str) -> None:
         # The roles of an update are those that a checkpoint holds; after an update they are there already.

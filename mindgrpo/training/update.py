@@ -281,7 +281,7 @@ def update(
             policy.clear_gradients()
             raise
     policy.apply(norm, lr)
-    if settings.bias_update_rate > 0 and packed.routes:
+    if settings.bias_update_rate > 0 and packed.routes is not None:
         policy.move_biases(policy.pipeline.load(packed, members))
     return report
 

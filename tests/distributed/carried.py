@@ -36,8 +36,24 @@ def communication(backend: Backend) -> dict[str, Any]:
         "half_expected": float(sum(half)),
         "noise": zlib.crc32(backend.world.sum_array(noise).tobytes()),
         "gathered": gathered[:-1] == list(range(size - 1)) and gathered[-1] == "x" * (3 << 20),
+        "exchanged": _exchanged(backend),
         "link": _through_link(backend),
     }
+
+
+def _exchanged(backend: Backend) -> bool:
+    """Whether bytes came from every rank, of lengths of their own and none from some; for one more than a buffer."""
+    size, rank = backend.world_size, backend.rank
+
+    def parcel(source: int, target: int) -> np.ndarray:
+        count = (5_000_001 if target == 1 else 1 + source + 3 * target) * (
+            (source + target) % 3 > 0
+        )
+        return (np.arange(count) % 251 + source + 2 * target).astype(np.uint8)
+
+    arrived = backend.world.exchange_bytes([parcel(rank, other) for other in range(size)])
+    wanted = [parcel(other, rank) for other in range(size)]
+    return all(np.array_equal(own, one) for own, one in zip(arrived, wanted, strict=True))
 
 
 def _through_link(backend: Backend) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import TARGETS, LoraSettings, fill_adapters
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
+from mindgrpo.models.route_exchange import ReplayedRoutes
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
@@ -228,10 +230,17 @@ class Run:
         ]
         estimator = self.policy.settings.loss_config.kl_estimator
         version = self.generator.version
+        carried = None
+        if isinstance(packed.routes, ReplayedRoutes):
+            routes = {id(own): own for sample in rollout.samples for own in sample.routes}
+            sizes = [math.prod(own.shape) * own.dtype.itemsize for own in routes.values()]
+            by_rank = self.backend.world.gather_objects(packed.routes.bytes_received)
+            carried = [sum(sizes), *by_rank]
         self.comparison.make(number, self.policy)
         left_out = 0.0 if batch.rejected is None else float(batch.rejected.mean())
         return _figures(rollout, reports, version) | {
             "rejected": left_out,
+            "routes_carried": carried,
             "per_token": [*token_rows(batch, reports, estimator)],
         }
 
@@ -413,7 +422,15 @@ def write_golden(backend: Backend, recipes: Sequence[str]) -> None:
         if not recipes or case.recipe in recipes:
             outcome, _ = trajectory(case, backend)
             for part in (outcome, *outcome["steps"]):
-                for name in ("seconds", "greedy", "per_token", "differences", "logps", "margins"):
+                for name in (
+                    "seconds",
+                    "greedy",
+                    "per_token",
+                    "differences",
+                    "logps",
+                    "margins",
+                    "routes_carried",
+                ):
                     part.pop(name, None)
             golden[case.recipe] = outcome
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

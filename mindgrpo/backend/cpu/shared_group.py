@@ -130,8 +130,10 @@ class SharedGroup(Group):
         """Writes to `out` the members' `source` added in a binary tree, both contiguous and of one dtype."""
 
     @abstractmethod
-    def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-        """Returns every member's bytes; `sizes` int64 [members] says how many each gives."""
+    def _take_bytes(
+        self, mine: np.ndarray, sizes: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> list[np.ndarray]:
+        """Returns bytes [begins[i], ends[i]) of every member i, which gives `sizes[i]`; all int64 [members]."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every member's value, pickled through memory between this job's own processes only."""
@@ -139,7 +141,17 @@ class SharedGroup(Group):
         sizes = np.zeros(len(self.ranks), np.int64)
         sizes[self.index] = payload.size
         self.sum_into(sizes, sizes)
-        return [pickle.loads(part.data) for part in self._gather_bytes(payload, sizes)]
+        pickled = self._take_bytes(payload, sizes, np.zeros_like(sizes), sizes)
+        return [pickle.loads(own.data) for own in pickled]
+
+    def exchange_bytes(self, parcels: Sequence[np.ndarray]) -> list[np.ndarray]:
+        size = len(self.ranks)
+        sizes = np.zeros((size, size), np.int64)
+        sizes[self.index] = [parcel.size for parcel in parcels]
+        self.sum_into(sizes.reshape(-1), sizes.reshape(-1))
+        ends = sizes.cumsum(1)
+        of_this = [np.ascontiguousarray(edges[:, self.index]) for edges in (ends - sizes, ends)]
+        return self._take_bytes(np.concatenate(parcels), sizes.sum(1), *of_this)
 
 
 class NativeGroup(SharedGroup):
@@ -211,15 +223,13 @@ class NativeGroup(SharedGroup):
             )
         )
 
-    def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-        whole = np.empty(int(sizes.sum()), np.uint8)
-        self._done(
-            self._library.group_gather_bytes(
-                self.kernel_id, _address(mine), _address(sizes), _address(whole)
-            )
-        )
-        ends = np.cumsum(sizes).tolist()
-        return [whole[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
+    def _take_bytes(
+        self, mine: np.ndarray, sizes: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> list[np.ndarray]:
+        whole = np.empty(int((ends - begins).sum()), np.uint8)
+        edges = (_address(each) for each in (sizes, begins, ends, whole))
+        self._done(self._library.group_take_bytes(self.kernel_id, _address(mine), *edges))
+        return np.split(whole, np.cumsum(ends - begins)[:-1])
 
 
 def _forget(library: ctypes.CDLL, kernel_id: int, _: SharedSegment) -> None:
@@ -248,7 +258,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.group_forget.restype = None
     library.group_barrier.argtypes = [id_]
     library.group_sum_of.argtypes = [id_, small, pointer, number, pointer]
-    library.group_gather_bytes.argtypes = [id_, pointer, pointer, pointer]
+    library.group_take_bytes.argtypes = [id_, pointer, pointer, pointer, pointer, pointer]
     library.group_sum_shares.argtypes = [id_, small, pointer, number, pointer, number]
     library.group_gather_shares.argtypes = [id_, pointer, number, pointer, number]
 
@@ -320,16 +330,19 @@ class PolledGroup(SharedGroup):
             sums = [np.add(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
         np.copyto(out, sums[0])
 
-    def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-        arrays = [np.empty(size, np.uint8) for size in sizes]
+    def _take_bytes(
+        self, mine: np.ndarray, sizes: np.ndarray, begins: np.ndarray, ends: np.ndarray
+    ) -> list[np.ndarray]:
+        arrays = [np.empty(size, np.uint8) for size in ends - begins]
         for start in range(0, int(sizes.max()), self._buffer_bytes):
             buffers = self._next_buffers()
             piece = mine[start : start + self._buffer_bytes]
             buffers[self.index][: piece.size] = piece
             self._post_and_wait()
-            for part, buffer in zip(arrays, buffers, strict=True):
-                wanted = part[start : start + self._buffer_bytes]
-                np.copyto(wanted, buffer[: wanted.size])
+            for part, buffer, begin, end in zip(arrays, buffers, begins, ends, strict=True):
+                first, last = max(begin, start), min(end, start + self._buffer_bytes)
+                if first < last:
+                    part[first - begin : last - begin] = buffer[first - start : last - start]
         return arrays
 
 

@@ -67,6 +67,25 @@ class DeviceGroup(Group):
         rows = self._sum(words).view(np.uint8)
         return [pickle.loads(row[:n].data) for row, n in zip(rows, sizes, strict=True)]
 
+    def exchange_bytes(self, parcels: Sequence[np.ndarray]) -> list[np.ndarray]:
+        sizes = self.gather_objects([parcel.size for parcel in parcels])
+        sends, receives = dict[int, list[Any]](), dict[int, list[Any]]()
+        for member, (rank, parcel) in enumerate(zip(self.ranks, parcels, strict=True)):
+            size = sizes[member][self.index]
+            if member != self.index and parcel.size:
+                # Transfers keep the bits of floats, and devices have no other type that all of them send.
+                words = np.pad(parcel, (0, -parcel.size % 4)).view(np.float32)
+                sends[rank] = [self._backend.copied(words, "float32")]
+            if member != self.index and size:
+                receives[rank] = [self._backend.zeros((-(-size // 4),), "float32")]
+        self._backend.exchange(sends, receives)
+        arrived = {rank: words.asnumpy().view(np.uint8) for rank, (words,) in receives.items()}
+        arrived[self.ranks[self.index]] = parcels[self.index]
+        nothing = np.zeros(0, np.uint8)
+        own_sizes = (of_rank[self.index] for of_rank in sizes)
+        pairs = zip(self.ranks, own_sizes, strict=True)
+        return [arrived.get(rank, nothing)[:size] for rank, size in pairs]
+
     def barrier(self) -> None:
         self._sum(np.zeros(1, np.int32))
 

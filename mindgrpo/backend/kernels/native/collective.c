@@ -244,8 +244,9 @@ int group_sum(int32_t id, const float *mine, int64_t count, float *out) {
     return group_sum_of(id, FLOAT32, mine, count, out);
 }
 
-/* sizes[i] bytes of member i at all + sizes[0] + .. + sizes[i - 1]; every member knows all sizes. */
-int group_gather_bytes(int32_t id, const void *mine, const int64_t *sizes, void *all) {
+/* Of member i's sizes[i] bytes those from begins[i] to ends[i], which follow each other at `out`; every member knows all
+ * sizes, and what it takes itself. */
+int group_take_bytes(int32_t id, const void *mine, const int64_t *sizes, const int64_t *begins, const int64_t *ends, void *out) {
     int status;
     Group *g = begin(id, &status);
     if (!g) return status;
@@ -256,9 +257,11 @@ int group_gather_bytes(int32_t id, const void *mine, const int64_t *sizes, void 
         int64_t bytes = piece_of(sizes[g->index], at, g->slot_bytes);
         if (bytes > 0) memcpy(slot(g, half, g->index), (const char *)mine + at, bytes);
         status = meet(g, -2 - longest);
-        char *out = (char *)all + at;
-        for (int i = 0; i < g->size && !status; out += sizes[i++])
-            if ((bytes = piece_of(sizes[i], at, g->slot_bytes)) > 0) memcpy(out, slot(g, half, i), bytes);
+        char *to = out;
+        for (int i = 0; i < g->size && !status; to += ends[i] - begins[i], i++) {
+            int64_t first = begins[i] > at ? begins[i] : at, last = ends[i] < at + g->slot_bytes ? ends[i] : at + g->slot_bytes;
+            if (first < last) memcpy(to + first - begins[i], (char *)slot(g, half, i) + first - at, last - first);
+        }
     }
     return end(g, status);
 }
@@ -300,9 +303,9 @@ int group_gather_shares(int32_t id, void *data, int64_t total, const Share *shar
 int group_gather(int32_t id, const float *mine, int64_t count, float *all) {
     const Group *g = find(id);
     if (!g) return GROUP_UNKNOWN;
-    int64_t sizes[g->size];
-    for (int i = 0; i < g->size; i++) sizes[i] = count * (int64_t)sizeof(float);
-    return group_gather_bytes(id, mine, sizes, all);
+    int64_t sizes[g->size], begins[g->size];
+    for (int i = 0; i < g->size; i++) sizes[i] = count * (int64_t)sizeof(float), begins[i] = 0;
+    return group_take_bytes(id, mine, sizes, begins, sizes, all);
 }
 
 /* Of every member's block `index` of `count` floats: with `sums`, out is their sum, added as group_sum adds, by each member
