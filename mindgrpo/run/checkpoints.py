@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from mindgrpo.algorithm.sample import CarriedOver
+from mindgrpo.algorithm.sample import CarriedOver, PartialGroup
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
@@ -140,7 +140,6 @@ class RunCheckpoints:
         """
         self.commit()
         started = time.perf_counter()
-        unfinished = self._with_routes(unfinished)
         state = RunState(
             step=step,
             prompts=prompts,
@@ -148,7 +147,7 @@ class RunCheckpoints:
             weights_version=self._roles.policy.version,
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
-            unfinished=stored_groups(carried.unfinished),
+            unfinished=stored_groups(self._with_routes(carried.unfinished)),
             baselines=dict(carried.baselines),
             solved=list(carried.solved),
             shapes={
