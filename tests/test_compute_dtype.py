@@ -23,7 +23,7 @@ from small_generators import (
 )
 from small_generators import run as generate
 from small_runs import completions, make_inputs, model_bits, rows, run
-from test_update import CONFIG, LAYOUT, SETTINGS, batch
+from test_update import CONFIG, LAYOUT, RAW, SETTINGS, batch
 
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.backend.connect import RuntimeSettings, connect
@@ -37,11 +37,15 @@ from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS, Recompute
-from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parallel_cells import CopyTo, ReduceFrom
-from mindgrpo.models.precision import loss_scale, plain_kernels
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.precision import loss_scale, matmul_precision, plain_kernels
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.run_plan import plan_run
+from mindgrpo.rollout.vllm.settings import engine_dtype
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.pretrained import fill_random
@@ -156,6 +160,46 @@ def test_recomputing_layers_on_a_device_changes_no_bit() -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("target", "dtype"),
+    [pytest.param(SHARED_MEMORY, "bfloat16", marks=WITH_AVX512), (ON_DEVICE, "float16")],
+)
+def test_a_float32_head_has_float32s_log_probs_and_gradient_of_what_narrow_layers_made(
+    target: Target, dtype: Dtype
+) -> None:
+    config = decoder_config(RAW | {"tie_word_embeddings": False}, "here")
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
+
+    def trained_in(dtype_of: Dtype, fp32_lm_head: bool) -> UpdateReport:
+        own = RuntimeSettings(compute_dtype=dtype_of, fp32_lm_head=fp32_lm_head)
+        policy = Policy(config, layout, connect(target, {}, own), SETTINGS)
+        for pool in policy.backend.live_pools:
+            pool.load()
+        fill_random(policy.masters, seed=2, scale=0.5)
+        with policy.masters.on_host(write=True) as host:
+            for name, part in host.hf_views.items():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    part[...] = 0.0  # layers add nothing then, in any dtype
+                elif name == "model.embed_tokens.weight" and target == ON_DEVICE:
+                    part[...] = np.sign(part)  # where activations are narrow, what the head gets
+                elif not name.endswith("norm.weight"):
+                    part[...] = part.astype(numpy_dtype(dtype))
+        policy.masters_changed()
+        return updated(policy, 1e-2)
+
+    exact, head, narrow = (
+        trained_in(*of) for of in (("float32", False), (dtype, True), (dtype, False))
+    )
+
+    def gap(report: UpdateReport) -> float:
+        return max(
+            float(np.abs(own - exact.logps[i]).max(initial=0)) for i, own in report.logps.items()
+        )
+
+    assert gap(head) < 2e-5 and gap(narrow) > 1e-3
+    assert head.grad_norm == pytest.approx(exact.grad_norm, rel=1e-3)
+
+
 @WITH_AVX512
 def test_the_generator_keeps_half_of_the_bytes_and_draws_nearly_the_same(
     backends: dict[Dtype, CpuBackend],
@@ -231,6 +275,7 @@ LITTLE_ROOM = (
 )
 FLOAT16 = (*DEVICE, "--context.compute_dtype", "float16", *LITTLE_ROOM)
 LORA = ("--actor_config.lora.rank", "4")
+FP32_HEAD = ("--context.fp32_lm_head", "true")
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +295,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param((*BFLOAT16, *LORA), marks=WITH_AVX512), FLOAT16],
+    [pytest.param((*BFLOAT16, *FP32_HEAD, *LORA), marks=WITH_AVX512), FLOAT16],
     ids=["bfloat16", "float16"],
 )
 def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
@@ -264,6 +309,9 @@ def test_a_run_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(
         assert pairs[0] == pairs[1]
     assert completions(resumed) == completions(whole)
     assert model_bits(resumed) == model_bits(whole)
+    if words != FLOAT16:
+        # The generator's head and the trainer's have the same bits.
+        assert max(row["logprob_gap/max"] for row in rows(whole)) == 0.0
 
 
 @WITH_AVX512
@@ -350,6 +398,19 @@ def test_plain_kernels_are_those_of_a_device() -> None:
         names("attention")
     with pytest.raises(ValueError, match="must hold only rms_norm, .*cached_attention"):
         names("softmax", backend="device")
+
+
+def test_a_float32_head_is_refused_where_the_product_is_another_programs_or_of_all_products() -> (
+    None
+):
+    head = {"fp32_lm_head": True}
+    ascend: dict[str, Any] = head | {"device_target": "Ascend", "float32_matmul_precision": "high"}
+    with pytest.raises(UserError, match="high is of all products on Ascend"):
+        matmul_precision(Config.model_validate({"context": ascend}))
+    engine = {"use_vllm": 1, "vllm": {"dtype": "bfloat16"}}
+    config = Config.model_validate({"context": head, "generate_config": engine})
+    with pytest.raises(UserError, match="which is bfloat16; set generate_config.vllm.dtype"):
+        engine_dtype(config)
 
 
 def test_a_loss_scale_is_for_float16_alone() -> None:

@@ -20,12 +20,21 @@ from mindgrpo.backend.kernels.native.library import call_kernel, library_path
 from mindgrpo.backend.kernels.shapes import Vocabulary
 from mindgrpo.models.log_probs import TokenLogProbs
 
+
+def exact_head() -> NativeKernels:
+    """Layers in bfloat16, and a head in float32."""
+    kernels = NativeKernels(NUM_PARTS["medium"])
+    kernels.fp32_lm_head = True
+    return kernels
+
+
 WITH_COMPILER = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 KERNELS = [
     pytest.param(Kernels, 2e-5, id="plain"),
     pytest.param(NativeKernels, 2e-5, id="native", marks=WITH_COMPILER),
     pytest.param(lambda: NativeKernels(NUM_PARTS["high"]), 2e-5, id="high", marks=WITH_AVX512),
     pytest.param(lambda: NativeKernels(NUM_PARTS["medium"]), 0.02, id="medium", marks=WITH_AVX512),
+    pytest.param(exact_head, 2e-5, id="medium, fp32_lm_head", marks=WITH_AVX512),
 ]
 # Rows, hidden, width: one block; blocks of the vocabulary that are not full; stretches of rows; one of each.
 SIZES = [(37, 48, 300), (70, 32, 5000), (2500, 16, 2049), (1, 5, 3)]

@@ -202,6 +202,31 @@ def test_a_generator_with_three_parts_is_that_of_float32(backend: CpuBackend) ->
     assert_same(*(run(one, requests_of()) for one in made), atol=5e-4)
 
 
+def test_a_generator_with_a_float32_head_has_float32s_logits_of_what_layers_in_bfloat16_made(
+    backend: CpuBackend,
+) -> None:
+    weights = random_weights(backend)
+    with weights.on_host(write=True) as host:
+        for name, part in host.hf_views.items():
+            # Layers add nothing then, in any precision.
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                part[...] = 0.0
+    kernels = {name: kernels_named(name) for name in ("native", "medium")}
+    kernels["head"] = kernels_named("medium")
+    kernels["head"].fp32_lm_head = True
+    made = {name: generator_with(weights, backend, own) for name, own in kernels.items()}
+    found = {name: run(one, requests_of()) for name, one in made.items()}
+    assert_same(found["head"], found["native"], atol=5e-5)
+    gaps = [
+        np.abs(one.logps - other.logps).max()
+        for one, other in zip(found["medium"], found["native"], strict=True)
+        if one.tokens.tolist() == other.tokens.tolist()
+    ]
+    assert max(gaps) > 1e-3
+    sizes = [sum(p.num_bytes for p in made[name].pools["generator"]) for name in ("head", "medium")]
+    assert sizes[0] - sizes[1] == packed_bytes(32, 67, 3) - packed_bytes(32, 67, 1)
+
+
 def test_memory_for_packed_weights_counts_as_the_generators(backend: CpuBackend) -> None:
     weights = random_weights(backend)
     made = generator_with(weights, backend, kernels_named("high"))

@@ -38,7 +38,9 @@ def test_a_recipe_adds_to_a_run_and_every_value_says_which_file_it_is_from(
     assert loaded.notices == []
     result = values_by_key(loaded.config)
     keys = [key for key, entry in values.items() if entry.value != {}]
-    assert keys and all(key.startswith("rl_config.") for key in keys)
+    # Of the algorithm, as is in which dtype logits are.
+    assert {key for key in keys if not key.startswith("rl_config.")} <= {"context.fp32_lm_head"}
+    assert keys
     assert {key: result[key] for key in keys} == {key: values[key].value for key in keys}
     assert all(loaded.origins[key].startswith(f"{recipe.name} line ") for key in keys)
     of_base = [key for key, entry in read_yaml(base).items() if entry.value != {}]

@@ -63,6 +63,7 @@ def connect(
     unmet = apply(runtime, target.device, environment)
     backend = load(target)(environment, runtime)
     backend.kernels.leave(runtime.plain_kernels)
+    backend.kernels.fp32_lm_head = runtime.fp32_lm_head
     backend.matmul_precision = runtime.matmul_precision
     backend.compute_dtype = runtime.compute_dtype
     backend.sums_in_float32 = runtime.sums_in_float32
@@ -88,6 +89,7 @@ class RuntimeSettings:
     kernel_launch_capture: bool = False
     matmul_precision: MatmulPrecision = "highest"
     compute_dtype: Dtype = "float32"
+    fp32_lm_head: bool = False
     sums_in_float32: bool = False
     flash_attention: bool = False
     plain_kernels: Sequence[str] = ()

@@ -168,3 +168,9 @@ def resolve_compute_dtype(
 def num_product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
     """Returns of how many bfloat16 numbers a product's factors are sums on processors; None: they are float32."""
     return NUM_PARTS["medium"] if dtype == "bfloat16" else NUM_PARTS.get(precision)
+
+
+def num_head_parts(num_parts: int | None, fp32_lm_head: bool) -> int | None:
+    """Returns num_product_parts of the head's product beside `num_parts` of others: as many as are float32's accuracy
+    with `fp32_lm_head`."""
+    return NUM_PARTS["high"] if fp32_lm_head and num_parts else num_parts

@@ -115,6 +115,9 @@ class Context(Section):
     """dtype of weights in graphs, of activations, of the KV cache and of weight transfers; the optimizer's master
     weights and moments stay float32 (docs/numbers.md); auto: compute_dtype of model_config, else float32 on processors
     and bfloat16 on accelerators"""
+    fp32_lm_head: bool = False
+    """compute logits in float32 where compute_dtype or float32_matmul_precision is lower: of the policy, the reference
+    and the embedded generator (MiniMax-M1, ScaleRL)"""
     reduce_dtype: Annotated[Literal["auto", "float32"], BEFORE_TEXT] = "auto"
     """dtype in which activations and their gradients are summed over the ranks of a layer (model_parallel). float32:
     more accurate where compute_dtype is narrower, but twice the traffic; auto: the dtype of the activations. Sums of

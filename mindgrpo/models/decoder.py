@@ -420,7 +420,7 @@ class Head(nn.Cell):
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = shard.copy_to_group()
         self.table = shard.head_table
-        self.exact = shard.exact()
+        self.exact, self.widens = shard.exact_head(), shard.widens_head
         self.matmul = shard.kernels.matmul(transpose_b=True)
         bias = shard.padding_bias()
         self.is_padded = bias is not None
@@ -431,7 +431,10 @@ class Head(nn.Cell):
 
     def logits(self, x: Any, table: Any) -> Any:
         """Computes the same with a table that is given."""
-        logits = self.matmul(self.copy(self.norm(x)), self.exact(table)).astype(ms.float32)
+        x = self.copy(self.norm(x))
+        if self.widens:
+            x = x.astype(ms.float32)
+        logits = self.matmul(x, self.exact(table)).astype(ms.float32)
         if self.is_padded:
             logits = logits + self.bias
         return logits
@@ -449,7 +452,7 @@ class LogProbStage(nn.Cell):
         self.norm = Norm(shard, "model.norm.weight")
         self.copy = shard.copy_to_group()
         self.table = shard.head_table
-        self.exact = shard.exact()
+        self.exact, self.widens = shard.exact_head(), shard.widens_head
         self.logprobs = TokenLogProbs(
             shard.kernels,
             shard.vocabulary(temperature),
@@ -471,5 +474,7 @@ class LogProbStage(nn.Cell):
     def head(self, x: Any, inputs: Any) -> Any:
         """Computes what follows the layers: (x_NH, HeadInputs as one tuple) -> (log p [M], entropy [M])."""
         picks, labels = inputs
-        picked = self.pick(picks, self.all_tokens(x))
-        return self.logprobs(self.copy(self.norm(picked)), self.exact(self.table), labels)
+        picked = self.copy(self.norm(self.pick(picks, self.all_tokens(x))))
+        if self.widens:
+            picked = picked.astype(ms.float32)
+        return self.logprobs(picked, self.exact(self.table), labels)

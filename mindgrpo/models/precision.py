@@ -9,6 +9,7 @@ from mindgrpo.backend import dtypes
 from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import (
     DTYPE_KEY,
+    PRECISION_KEY,
     Dtype,
     MatmulPrecision,
     resolve_compute_dtype,
@@ -23,9 +24,15 @@ from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
 def matmul_precision(config: Config) -> MatmulPrecision:
     """Resolves the choice for this machine. Raises UserError."""
     context = config.context
-    return resolve_matmul_precision(
+    precision = resolve_matmul_precision(
         context.float32_matmul_precision, context.target, _has_kernels(config)
     )
+    if context.fp32_lm_head and precision != "highest" and context.target != SHARED_MEMORY:
+        raise UserError(
+            f"context.fp32_lm_head is true, but {PRECISION_KEY} {precision} is of all products on {context.target}; "
+            f"set {PRECISION_KEY} to highest, or context.fp32_lm_head to false."
+        )
+    return precision
 
 
 def compute_dtype(config: Config) -> Dtype:

@@ -304,6 +304,16 @@ class Shard:
         has_gradient = self.is_trained and self.weights.dtype != "float32"
         return self.cell(Float32Gradient if has_gradient else Same)
 
+    @property
+    def widens_head(self) -> bool:
+        """Returns whether what the head multiplies has to be made float32 first."""
+        kernels = self.kernels
+        return kernels.fp32_lm_head and kernels.widens_head and self.weights.dtype != "float32"
+
+    def exact_head(self) -> nn.Cell:
+        """Returns what the head's table passes through before its product, as `exact` of other matrices."""
+        return self.cell(ToFloat32) if self.widens_head else self.exact()
+
     def vector(self) -> nn.Cell:
         """Returns what vectors of weights pass through: they are used, and have gradients, in float32.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mindgrpo.backend.connect import keeps_slots
-from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, num_head_parts
 from mindgrpo.backend.kernels.rollout import LocalModelShape
 from mindgrpo.backend.kernels.shapes import Vocabulary
 from mindgrpo.backend.targets import SHARED_MEMORY
@@ -306,7 +306,9 @@ class RunPlan:
         """Returns the bytes of matrices that the embedded generator packs for bfloat16 products, beside its weights."""
         if self.config.generate_config.uses_vllm or not self.keeps_slots:
             return 0
-        return self._generator_shape.packed_bytes(num_product_parts(self.config))
+        num_parts = num_product_parts(self.config)
+        of_head = num_head_parts(num_parts, self.config.context.fp32_lm_head)
+        return sum(self._generator_shape.packed_sizes(num_parts, of_head))
 
     def layout_lines(self) -> list[str]:
         uses_vllm = self.config.generate_config.uses_vllm

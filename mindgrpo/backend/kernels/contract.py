@@ -51,8 +51,17 @@ class Kernels:
     takes_narrow_vectors = True
     # True where `slots` gives them; without, the generator does with plain operations.
     has_slots = False
+    # Set where logits shall be computed in float32.
+    fp32_lm_head = False
+    # True where the head's inputs have to be float32 for that.
+    widens_head = True
     # Set where a token's numbers shall be the same bits in `slots` and in graphs, on any number of ranks.
     batch_invariant = False
+
+    @property
+    def head_parts(self) -> int | None:
+        """Returns num_parts of the head's product."""
+        return self.num_parts
 
     def leave(self, names: Iterable[str]) -> None:
         """Computes the methods `names` as this class defines them from now on, without this object's own kernels."""
@@ -70,8 +79,9 @@ class Kernels:
     def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Any:
         """Makes a cell: (x [N, K], weight [K, M], or [M, K] where it is transposed) -> [N, M], with gradients for both.
 
-        The weight's may be of its own dtype or float32. `leaves` is in how many equal parts K is summed, these in a
-        binary tree, by kernels that are `batch_invariant`; others need not.
+        A transposed one is the head's, of `fp32_lm_head`. The weight's may be of its own dtype or float32. `leaves` is
+        in how many equal parts K is summed, these in a binary tree, by kernels that are `batch_invariant`; others need
+        not.
         """
         return ops.MatMul(transpose_b=transpose_b)
 

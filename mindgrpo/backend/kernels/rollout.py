@@ -70,11 +70,11 @@ class LocalModelShape:
         layers = chain.from_iterable(self.matrices_of(layer) for layer in range(self.layers))
         return [*layers, (self.hidden, self.vocabulary.width, 1)]
 
-    def packed_bytes(self, num_parts: int | None) -> int:
-        """Returns the bytes of all matrices as kept for products of bfloat16; 0 for those of float32."""
-        return (
-            sum(packed_bytes(k, n, num_parts, m) for k, n, m in self.matrices) if num_parts else 0
-        )
+    def packed_sizes(self, num_parts: int | None, head_parts: int | None) -> list[int]:
+        """Returns the bytes of each of `matrices` as kept for products of bfloat16; 0 for those of float32."""
+        part_counts = [num_parts or 0] * (len(self.matrices) - 1) + [head_parts or 0]
+        pairs = zip(self.matrices, part_counts, strict=True)
+        return [packed_bytes(k, n, own, leaves) for (k, n, leaves), own in pairs]
 
 
 @dataclass
@@ -148,7 +148,7 @@ class KVCacheLayout:
 class Memory:
     """Views of the generator's pools, of one dim: keys and values; float32 what kernels need while they run, `inputs`
     of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
-    each slot and token of this rank. `packed`: LocalModelShape.packed_bytes of bfloat16, where there are any. `parked`:
+    each slot and token of this rank. `packed`: LocalModelShape.packed_sizes of bfloat16, where there are any. `parked`:
     hidden floats for each slot, where samples may continue after they have ended."""
 
     cache: np.ndarray

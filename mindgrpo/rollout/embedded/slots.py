@@ -138,7 +138,8 @@ class SlotDecoder:
             keys_and_values = memory_of_cache.view(0, (sizes.cache,))
             scratch, inputs, starts, seen, parked = _views(memory_of_work, sizes.beside_cache)
             memory = Memory(keys_and_values, scratch, inputs, starts, seen, None, parked)
-        packed_bytes = model_shape.packed_bytes(shard.kernels.num_parts)
+        kernels = shard.kernels
+        packed_bytes = sum(model_shape.packed_sizes(kernels.num_parts, kernels.head_parts))
         if packed_bytes:
             size = packed_bytes // ITEM_BYTES["bfloat16"]
             packed = backend.pool(size, dtype="bfloat16")

@@ -10,6 +10,7 @@ from typing import Any
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.config import Config, memory_bytes
+from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.mesh import Mesh
@@ -47,7 +48,13 @@ class VllmSettings:
 
 def engine_dtype(config: Config) -> Dtype:
     """Returns the engine's dtype. Raises UserError, as compute_dtype does."""
-    return config.generate_config.vllm.dtype or compute_dtype(config)
+    dtype = config.generate_config.vllm.dtype or compute_dtype(config)
+    if config.context.fp32_lm_head and dtype != "float32":
+        raise UserError(
+            f"context.fp32_lm_head is true, but vLLM computes its head in the dtype of its layers, which is {dtype}; "
+            "set generate_config.vllm.dtype to float32, or context.fp32_lm_head to false."
+        )
+    return dtype
 
 
 def device_share(config: Config) -> float | None:

@@ -9,7 +9,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
+from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, num_head_parts
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import experts
 from mindgrpo.backend.kernels.native.attention import (
@@ -281,6 +281,7 @@ class NativeKernels(Kernels):
 
     ragged = True
     takes_narrow_vectors = False
+    widens_head = False
     has_adamw = True
     has_slots = True
 
@@ -301,10 +302,14 @@ class NativeKernels(Kernels):
         self.num_parts = num_parts
         self._is_narrow = is_narrow
 
+    @property
+    def head_parts(self) -> int | None:
+        return num_head_parts(self.num_parts, self.fp32_lm_head)
+
     def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Any:
         if self.num_parts is None and not self.batch_invariant:
             return super().matmul(transpose_b)
-        return _MatMul(self.num_parts, transpose_b, leaves)
+        return _MatMul(self.head_parts if transpose_b else self.num_parts, transpose_b, leaves)
 
     def float32_matmul(self) -> Any:
         return _MatMul(None, False, 1)
@@ -422,16 +427,16 @@ class NativeKernels(Kernels):
         return _LogProbGrad(vocabulary)
 
     def linear_log_prob_stats(self, vocabulary: Vocabulary, rows: int) -> nn.Cell:
-        if self.num_parts is None:
+        if self.head_parts is None:
             return super().linear_log_prob_stats(vocabulary, rows)
-        return _LinearLogProbStats(vocabulary, self.num_parts)
+        return _LinearLogProbStats(vocabulary, self.head_parts)
 
     def linear_log_prob_grad(
         self, vocabulary: Vocabulary, rows: int, is_trained: bool = True
     ) -> nn.Cell:
-        if self.num_parts is None:
+        if self.head_parts is None:
             return super().linear_log_prob_grad(vocabulary, rows, is_trained)
-        return _LinearLogProbGrad(vocabulary, self.num_parts, is_trained)
+        return _LinearLogProbGrad(vocabulary, self.head_parts, is_trained)
 
     def slots(
         self,
@@ -442,4 +447,5 @@ class NativeKernels(Kernels):
         prompt_rows: int,
         memory: Memory,
     ) -> Slots:
-        return Slots(model_shape, sampling, rotary, slots, prompt_rows, memory, self.num_parts)
+        part_counts = self.num_parts, self.head_parts
+        return Slots(model_shape, sampling, rotary, slots, prompt_rows, memory, part_counts)

@@ -41,7 +41,7 @@
     ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
     /* matrices packed for products of `parts` bfloat16 products, where there are any: bytes, and where each begins */ \
-    NUMBER(int64_t, parts) ARRAY(uint8_t, packed, 0) ARRAY(int64_t, first_matrix, g->layers + 1)                   \
+    NUMBER(int64_t, parts) NUMBER(int64_t, head_parts) ARRAY(uint8_t, packed, 0) ARRAY(int64_t, first_matrix, g->layers + 1)                   \
     ARRAY(int64_t, packed_at, g->parts ? g->first_matrix[g->layers] + 1 : 0)                                       \
     /* keys and values: rooms in positions; what kernels need while they run */                                  \
     NUMBER(int64_t, slots) NUMBER(int64_t, slot_size) NUMBER(int64_t, prefix_block_size)                                \
@@ -154,7 +154,7 @@ static inline void embed_token(const Rollout *g, int64_t token, float *row) {
  * `matrix`. */
 static inline void multiply(const Rollout *g, Member member, int64_t matrix, int64_t leaves, int64_t m, int64_t n,
                             int64_t k, const float *x, int64_t ldx, const float *w, int turned, float *y, int64_t ldy) {
-    Summation sum = {g->parts, leaves};
+    Summation sum = {matrix == g->first_matrix[g->layers] ? g->head_parts : g->parts, leaves};
     if (g->parts)
         bf16_gemm(member, m, n, k, x, ldx, 1, sum, g->packed + g->packed_at[matrix], y, ldy);
     else if (sum.leaves == 1)

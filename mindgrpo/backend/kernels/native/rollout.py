@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindgrpo.backend.dtypes import packed_bytes
 from mindgrpo.backend.kernels.native.library import call_kernel, library
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
@@ -164,10 +163,10 @@ class Slots:
         slots: int,
         prompt_rows: int,
         memory: Memory,
-        num_parts: int | None = None,
+        part_counts: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        """Takes NativeKernels' `num_parts`."""
-        self._num_parts = num_parts or 0
+        """Takes NativeKernels' `num_parts` and `head_parts` as `part_counts`."""
+        self._num_parts, self._head_parts = (count or 0 for count in part_counts)
         self._model_shape, self._capacity = model_shape, slots
         self._has_seen = sampling.repetition_penalty != 1.0
         self._table = RolloutTable()
@@ -207,12 +206,13 @@ class Slots:
         self._routed = (len(experts.layers), experts.routing.per_token) if experts else (0, 0)
         self._route_dtype = experts.routing.dtype if experts else np.dtype(np.uint8)
         arrays["prompt_routes"] = np.zeros(prompt_rows * prod(self._routed), np.uint16)
-        sizes = [packed_bytes(k, n, self._num_parts, m) for k, n, m in model_shape.matrices]
+        sizes = model_shape.packed_sizes(*part_counts)
         room = memory.packed if memory.packed is not None else np.zeros(0, np.uint16)
         arrays["packed"] = room.view(np.uint8)
         arrays["packed_at"] = np.cumsum([0, *sizes])[:-1]
         self._packed = np.split(arrays["packed"], np.cumsum(sizes)[:-1])
         self._table["parts"] = self._num_parts
+        self._table["head_parts"] = self._head_parts
         self._table["itemsize"] = memory.cache.itemsize
         for name, array in arrays.items():
             self._table[name] = array
@@ -239,10 +239,12 @@ class Slots:
             return
         *packed_layers, packed_head = self._packed
         matrices = [matrix for weights in layers for matrix in weights.matrices]
-        sums = [np.array([self._num_parts, m], np.int32) for _, _, m in self._model_shape.matrices]
-        for matrix, own_sum, packed in zip(matrices, sums[:-1], packed_layers, strict=True):
+        *of_layers, _ = self._model_shape.matrices
+        sums = [np.array([self._num_parts, m], np.int32) for _, _, m in of_layers]
+        for matrix, own_sum, packed in zip(matrices, sums, packed_layers, strict=True):
             call_kernel("product_pack", matrix, own_sum, packed)
-        call_kernel("product_pack_turned", token.head, sums[-1], packed_head)
+        of_head = np.array([self._head_parts, 1], np.int32)
+        call_kernel("product_pack_turned", token.head, of_head, packed_head)
 
     def use(self, sampling: SamplingParams) -> None:
         """Draws by `sampling` from the next batch on.
