@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_families import read
 
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
@@ -134,6 +135,161 @@ def test_what_a_file_says_of_experts_is_compared_and_never_taken_over(tmp_path: 
         read_model_yaml(written(**stated))
 
 
+# Cut down from MindFormers' research/deepseek3, research/mixtral and configs/qwen3_moe: sizes are those of tests.
+OF_EXPERTS = {
+    "deepseek_v3": """
+moe_config:
+  expert_num: &expert_num 8
+  expert_group_size: 8
+  capacity_factor: 1.5
+  num_experts_chosen: 3
+  routing_policy: "TopkRouterV2"
+  shared_expert_num: 2
+  routed_scaling_factor: 2.5
+  norm_topk_prob: True
+  first_k_dense_replace: 2
+  moe_intermediate_size: 12
+  use_gating_sigmoid: True
+  use_gmm: False
+model:
+  model_config:
+    type: DeepseekV3Config
+    seq_length: 4096
+    hidden_size: 32
+    num_layers: &num_layers 7
+    num_heads: 4
+    max_position_embeddings: 4096
+    intermediate_size: 48
+    kv_lora_rank: 10
+    n_kv_heads: 4
+    q_lora_rank:
+    qk_rope_head_dim: 4
+    v_head_dim: 8
+    qk_nope_head_dim: 6
+    vocab_size: 67
+    rms_norm_eps: 1.0e-6
+    compute_dtype: "bfloat16"
+    router_dense_type: "float32"
+    extend_method: "None"
+    theta: 10000.0
+callbacks:
+  - type: TopkBiasBalanceCallback
+    expert_num: *expert_num
+""",
+    "mixtral": """
+moe_config:
+  expert_num: 8
+  capacity_factor: 1.1
+  num_experts_chosen: 2
+  routing_policy: "TopkRouterV2"
+  enable_sdrop: True
+model:
+  model_config:
+    type: LlamaConfig
+    seq_length: 4096
+    hidden_size: 32
+    intermediate_size: 48
+    theta: 1000000
+    num_layers: 7
+    num_heads: 4
+    vocab_size: 67
+    n_kv_heads: 2
+    rms_norm_eps: 1.0e-5
+""",
+    "qwen3_moe": """
+use_legacy: False
+model:
+  model_config:
+    model_type: "qwen3_moe"
+    architectures: "Qwen3MoeForCausalLM"
+    vocab_size: 67
+    hidden_size: 32
+    intermediate_size: 48
+    num_hidden_layers: 7
+    max_position_embeddings: 32768
+    hidden_act: 'silu'
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    rms_norm_eps: 1.e-6
+    position_embedding_type: "rope"
+    rope_theta: 10000
+    params_dtype: "float32"
+    compute_dtype: "bfloat16"
+    layernorm_compute_dtype: "float32"
+    moe_grouped_gemm: True
+    num_experts: 8
+    num_experts_per_tok: 3
+    moe_intermediate_size: 12
+    norm_topk_prob: False
+    decoder_sparse_step: 2
+    mlp_only_layers: [3]
+""",
+}
+# In each, of a statement another one.
+OTHERS = {
+    "deepseek_v3": (
+        ("expert_num: &expert_num 8", "expert_num: &expert_num 16"),
+        ("num_experts_chosen: 3", "num_experts_chosen: 2"),
+        ("shared_expert_num: 2", "shared_expert_num: 1"),
+        ("routed_scaling_factor: 2.5", "routed_scaling_factor: 1.0"),
+        ("first_k_dense_replace: 2", "first_k_dense_replace: 3"),
+        ("use_gating_sigmoid: True", "use_gating_sigmoid: False"),
+        ("latent", "kv_lora_rank: 10", "kv_lora_rank: 12"),
+        ("num_hidden_layers", "num_layers: &num_layers 7", "num_layers: &num_layers 8"),
+    ),
+    "mixtral": (
+        ("expert_num: 8", "expert_num: 4"),
+        ("num_experts_chosen: 2", "num_experts_chosen: 1"),
+        ("num_key_value_heads", "n_kv_heads: 2", "n_kv_heads: 4"),
+    ),
+    "qwen3_moe": (
+        ("num_experts: 8", "num_experts: 4"),
+        ("num_experts_per_tok: 3", "num_experts_per_tok: 2"),
+        ("norm_topk_prob: False", "norm_topk_prob: True"),
+        ("mlp_only_layers: [3]", "mlp_only_layers: [1]"),
+        ("num_attention_heads", "num_attention_heads: 4", "num_attention_heads: 8"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OF_EXPERTS)
+def test_files_of_mixtures_as_mindformers_writes_them_are_compared_with_config_json(
+    family: str, tmp_path: Path
+) -> None:
+    model, path, text = read(family), tmp_path / "finetune.yaml", OF_EXPERTS[family]
+    path.write_text(text)
+    check_agreement(model, str(path), "here")
+    if family != "deepseek_v3":
+        # Without a config.json a plan reads it alone; DeepSeek's groups are nowhere in it.
+        assert num_parameters(read_model_yaml(path)) == num_parameters(model)
+    for *named, stated, other in OTHERS[family]:
+        assert text.count(stated) == 1
+        path.write_text(text.replace(stated, other))
+        key = named[0] if named else stated.split(":")[0]
+        with pytest.raises(UserError, match=f"^{key} is .* in model_config .* but .*config.json"):
+            check_agreement(model, str(path), "here")
+
+
+def test_two_names_of_one_dimension_that_differ_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "finetune.yaml"
+    text = OF_EXPERTS["mixtral"].replace(
+        "    num_layers: 7\n", "    num_layers: 7\n    num_hidden_layers: 6\n"
+    )
+    path.write_text(text)
+    with pytest.raises(UserError, match="num_layers 7 and num_hidden_layers 6, two names"):
+        check_agreement(read("mixtral"), str(path), "here")
+
+
+def test_a_dense_model_agrees_with_a_file_of_one_expert_and_not_of_several(tmp_path: Path) -> None:
+    path, model = tmp_path / "finetune.yaml", read("llama", num_key_value_heads=2, rope_theta=1e6)
+    text = OF_EXPERTS["mixtral"]
+    path.write_text(text.replace("expert_num: 8", "expert_num: 1"))
+    check_agreement(model, str(path), "here")
+    path.write_text(text)
+    with pytest.raises(UserError, match="^expert_num is 8 in model_config .* but None"):
+        check_agreement(model, str(path), "here")
+
+
 # -- dtypes ---------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +335,12 @@ def test_the_configuration_has_the_last_word_and_says_so(tmp_path: Path) -> None
         ({"compute_dtype": "fp8"}, "compute_dtype 'fp8', which is none of float32"),
         ({"softmax_compute_type": "float16"}, "softmax are computed in float32"),
         ({"layernorm_compute_type": "bfloat16"}, "norms are computed in float32"),
+        ({"layernorm_compute_dtype": "bfloat16"}, "norms are computed in float32"),
+        ({"softmax_compute_dtype": "float16"}, "softmax are computed in float32"),
+        (
+            {"compute_dtype": "bfloat16", "params_dtype": "float16"},
+            "has params_dtype 'float16' and",
+        ),
         ({"rotary_dtype": "float16"}, "rotary positions are computed in float32"),
         (
             {"compute_dtype": "bfloat16", "param_init_type": "float16"},

@@ -1,4 +1,8 @@
-"""Reads model YAMLs of MindFormers (`model: model_config:`): dimensions, which config.json must confirm, and dtypes."""
+"""Reads model YAMLs of MindFormers (`model: model_config:`): dimensions, which config.json must confirm, and dtypes.
+
+Its models before release 1.6 have words of their own, and those of experts in a section `moe_config:`; later ones have
+Hugging Face's or Megatron's. Its mindformers/parallel_core/transformer_config_utils.py lists which are alike.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,16 @@ from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.config import Config
 from mindgrpo.config.yaml_file import MAX_YAML_BYTES, parse_yaml
 from mindgrpo.errors import UserError
-from mindgrpo.models.decoder_config import ROPE_FACTORS, DecoderConfig, decoder_config
+from mindgrpo.models.decoder_config import (
+    ROPE_FACTORS,
+    YARN_FACTORS,
+    DecoderConfig,
+    decoder_config,
+)
 from mindgrpo.strict_files import read_text
 
 REMEDY = "give a MindFormers model YAML or leave model_config out."
-# MindFormers' key -> config.json's key.
+# MindFormers' key -> config.json's key, which later models have themselves.
 REQUIRED = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -27,23 +36,50 @@ REQUIRED = {
     "intermediate_size": "intermediate_size",
 }
 OPTIONAL = {
+    "ffn_hidden_size": "intermediate_size",
     "n_kv_heads": "num_key_value_heads",
+    "num_query_groups": "num_key_value_heads",
     "rms_norm_eps": "rms_norm_eps",
+    "layernorm_epsilon": "rms_norm_eps",
     "theta": "rope_theta",
     "seq_length": "max_position_embeddings",
     "tie_word_embeddings": "tie_word_embeddings",
     "head_dim": "head_dim",
+    "kv_channels": "head_dim",
     "qkv_has_bias": "attention_bias",
+    "add_qkv_bias": "attention_bias",
 }
-# The same of layers with experts; of these, what a file states is compared.
+# The same of layers with experts, whose number every family reads by this name; what a file states is compared.
 EXPERTS = {
-    "num_experts": "num_experts",
+    **dict.fromkeys(
+        ("expert_num", "num_experts", "n_routed_experts", "num_moe_experts"), "num_local_experts"
+    ),
     "num_experts_chosen": "num_experts_per_tok",
+    "moe_router_topk": "num_experts_per_tok",
     "moe_intermediate_size": "moe_intermediate_size",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
     "norm_topk_prob": "norm_topk_prob",
     "decoder_sparse_step": "decoder_sparse_step",
     "mlp_only_layers": "mlp_only_layers",
+    "shared_expert_num": "n_shared_experts",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "n_group": "n_group",
+    "moe_router_num_groups": "n_group",
+    "topk_group": "topk_group",
+    "moe_router_group_topk": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "use_gating_sigmoid": "scoring_func",
+    "moe_router_score_function": "scoring_func",
 }
+# Of attention with latents, by names that all have.
+LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+NAMES = {**REQUIRED, **OPTIONAL, **EXPERTS}
+NAMES |= {name: name for name in (*NAMES.values(), *LATENTS, "rope_scaling")}
+# Classes of MindFormers' whose files need not say what they are.
+TYPES = {"DeepseekV3Config": "deepseek_v3"}
+# extend_method -> type and factors of a config.json's rope_scaling.
+EXTENSIONS = {"LLAMA3": ("llama3", ROPE_FACTORS), "YARN": ("yarn", YARN_FACTORS)}
 COMPARED = (
     "vocab_size",
     "hidden_size",
@@ -55,6 +91,7 @@ COMPARED = (
     "rope_theta",
     "rope_scaling",
     "qkv_bias",
+    "latent",
 )
 
 
@@ -81,7 +118,8 @@ def _section(text: str, path: str) -> Mapping[str, Any]:
             f"model_config '{path}' has no section model: model_config:, where MindFormers keeps the shapes; give "
             "such a file or leave model_config out."
         )
-    return section
+    experts = document.get("moe_config") or section.get("moe_config")
+    return section | experts if isinstance(experts, dict) else section
 
 
 def read_model_yaml(path: str | Path, model: DecoderConfig | None = None) -> DecoderConfig:
@@ -90,60 +128,108 @@ def read_model_yaml(path: str | Path, model: DecoderConfig | None = None) -> Dec
     What it does not say of experts is that of `model`.
     """
     section = read_section(path)
-    missing = [key for key in REQUIRED if key not in section]
-    if missing:
-        raise UserError(f"model_config '{path}' lacks model.model_config.{missing[0]}; add it.")
-    raw = {target: section[key] for key, target in REQUIRED.items()}
-    raw |= {target: section[key] for key, target in OPTIONAL.items() if key in section}
-    raw |= _experts_in(model.raw) if model is not None else {}
-    raw |= {target: section[key] for key, target in EXPERTS.items() if key in section}
+    stated = {name: value for _, name, value in _statements(section, str(path))}
+    for key, name in REQUIRED.items():
+        if name not in stated:
+            raise UserError(f"model_config '{path}' lacks model.model_config.{key}; add it.")
+    raw = (_experts_of(model) if model is not None else {}) | stated
     raw |= _rope_scaling(section, str(path))
-    bias = bool(section.get("qkv_has_bias", False))
-    raw["model_type"] = section.get("model_type") or ("qwen2" if bias else "llama")
-    if raw["model_type"] == "qwen2":
+    named = section.get("model_type") or TYPES.get(str(section.get("type")))
+    if named is None and model is not None and model.moe is not None:
+        named = model.model_type
+    if named is None:
+        named = "qwen2" if stated.get("attention_bias") else "llama"
+        named = "mixtral" if _has_experts(stated) else named
+    raw["model_type"] = named
+    if named == "qwen2":
         raw.pop("attention_bias", None)
     return decoder_config(raw, str(path))
+
+
+def _statements(section: Mapping[str, Any], path: str) -> list[tuple[str, str, Any]]:
+    """Returns what a file states: its keys, config.json's, and the values. Raises UserError where two contradict."""
+    stated: dict[str, tuple[str, str, Any]] = {}
+    for key, value in section.items():
+        name = NAMES.get(key)
+        if name is None or (value is None and name not in LATENTS):
+            continue
+        if name == "scoring_func" and isinstance(value, bool):
+            value = "sigmoid" if value else "softmax"
+        _, _, other = stated.get(name, ("", "", value))
+        # Sequences may be shorter than positions go.
+        if other != value and name != "max_position_embeddings":
+            raise UserError(
+                f"model_config '{path}' has {stated[name][0]} {other!r} and {key} {value!r}, two names of one thing; "
+                "leave out the wrong one."
+            )
+        stated[name] = key, name, value
+    return [*stated.values()]
+
+
+def _has_experts(stated: Mapping[str, Any]) -> bool:
+    """Of dense models some files say that they have one expert."""
+    return stated.get("num_local_experts", 0) not in (0, 1)
 
 
 def _rope_scaling(section: Mapping[str, Any], path: str) -> dict[str, Any]:
     method = section.get("extend_method") or "None"
     if method == "None":
         return {}
-    factors = section.get("scaling_factor")
-    if method != "LLAMA3" or not isinstance(factors, dict) or set(ROPE_FACTORS) - set(factors):
-        raise UserError(
-            f"model_config '{path}' has extend_method '{method}', but only LLAMA3 with a scaling_factor of "
-            f"{', '.join(ROPE_FACTORS)} is computed here; correct the YAML or leave model_config out."
+    factors, known = section.get("scaling_factor"), EXTENSIONS.get(method)
+    if known is None or not isinstance(factors, dict) or set(known[1]) - set(factors):
+        ways = " or ".join(
+            f"{m} with a scaling_factor of {', '.join(f)}" for m, (_, f) in EXTENSIONS.items()
         )
-    return {"rope_scaling": {"rope_type": "llama3", **factors}}
+        raise UserError(
+            f"model_config '{path}' has extend_method '{method}', but only {ways} is computed here; correct the YAML "
+            "or leave model_config out."
+        )
+    return {"rope_scaling": {"rope_type": known[0], **factors}}
 
 
 def _stated(config: DecoderConfig, name: str) -> Any:
     value = getattr(config, name)
     if name != "rope_scaling" or value is None:
         return value
-    return {factor: float(value[factor]) for factor in ROPE_FACTORS}
+    factors = ROPE_FACTORS if config.latent is None else YARN_FACTORS
+    return {factor: float(value[factor]) for factor in factors}
 
 
-def _experts_in(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a config.json says of experts."""
-    experts = {name: raw[name] for name in EXPERTS.values() if name in raw}
-    if raw.get("num_local_experts") is not None:
-        experts["num_experts"] = raw["num_local_experts"]
-    return experts
+def _experts_of(model: DecoderConfig) -> dict[str, Any]:
+    """Returns what is known of a model's experts and latents, by the names that files have."""
+    known = {name: model.raw[name] for name in (*EXPERTS.values(), *LATENTS) if name in model.raw}
+    if (moe := model.moe) is None:
+        return known
+    layers = enumerate(model.layers)
+    dense = next((i for i, kind in layers if kind.has_experts), len(model.layers))
+    return known | {
+        "num_local_experts": moe.num_experts,
+        "num_experts_per_tok": moe.per_token,
+        "moe_intermediate_size": moe.inner,
+        "norm_topk_prob": moe.renormalise,
+        "n_shared_experts": moe.shared_inner // moe.inner,
+        "first_k_dense_replace": dense,
+        "n_group": moe.groups,
+        "topk_group": moe.groups_taken,
+        "routed_scaling_factor": moe.scaling,
+        "scoring_func": moe.scores,
+    }
 
 
 def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> None:
     """Raises UserError naming the first dimension in which the YAML and config.json differ."""
-    stated, section = read_model_yaml(model_yaml, model), read_section(model_yaml)
+    section, own = read_section(model_yaml), _experts_of(model)
+    statements = _statements(section, model_yaml)
+    if model.moe is not None or _has_experts({name: value for _, name, value in statements}):
+        experts = frozenset(EXPERTS.values())
+        pairs = [(key, value, own.get(name)) for key, name, value in statements if name in experts]
+        _compare(pairs, model_yaml, directory)
+    stated = read_model_yaml(model_yaml, model)
     pairs = [(name, _stated(stated, name), _stated(model, name)) for name in COMPARED]
-    own = _experts_in(model.raw)
-    pairs += [
-        (key, section[key], own.get(name))
-        for key, name in EXPERTS.items()
-        # Of dense models some files say that they have one.
-        if key in section and (model.moe is not None or section[key] not in (None, 0, 1))
-    ]
+    _compare(pairs, model_yaml, directory)
+
+
+def _compare(pairs: list[tuple[str, Any, Any]], model_yaml: str, directory: str) -> None:
     for name, mine, theirs in pairs:
         if mine != theirs:
             raise UserError(
@@ -155,9 +241,12 @@ def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> No
 # Computed in float32 whatever the compute dtype is.
 ALWAYS_FLOAT32 = {
     "layernorm_compute_type": "norms",
+    "layernorm_compute_dtype": "norms",
     "softmax_compute_type": "softmax",
+    "softmax_compute_dtype": "softmax",
     "rotary_dtype": "rotary positions",
 }
+KEPT_AS = ("param_init_type", "params_dtype")
 FLASH = "use_flash_attention"
 
 
@@ -194,7 +283,7 @@ def _sections(config: Config) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _check(path: str, section: Mapping[str, Any]) -> None:
-    for key in ("compute_dtype", "param_init_type", *ALWAYS_FLOAT32):
+    for key in ("compute_dtype", *KEPT_AS, *ALWAYS_FLOAT32):
         value = section.get(key)
         if value is not None and value not in ITEM_BYTES:
             raise UserError(
@@ -206,12 +295,13 @@ def _check(path: str, section: Mapping[str, Any]) -> None:
                 f"model_config '{path}' has {key} '{section[key]}', but {what} are computed in float32; set it to "
                 "float32 or leave it out."
             )
-    kept = section.get("param_init_type", "float32")
-    if kept not in ("float32", section.get("compute_dtype", kept)):
-        raise UserError(
-            f"model_config '{path}' has param_init_type '{kept}' and compute_dtype '{section['compute_dtype']}', but "
-            "weights are kept in float32 and in the compute dtype; set it to one of the two or leave it out."
-        )
+    for key in KEPT_AS:
+        kept = section.get(key, "float32")
+        if kept not in ("float32", section.get("compute_dtype", kept)):
+            raise UserError(
+                f"model_config '{path}' has {key} '{kept}' and compute_dtype '{section['compute_dtype']}', but weights "
+                "are kept in float32 and in the compute dtype; set it to one of the two or leave it out."
+            )
     if not isinstance(section.get(FLASH, True), bool):
         raise UserError(
             f"model_config '{path}' has {FLASH} {section[FLASH]!r}; set it to true or false."
