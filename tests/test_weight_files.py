@@ -29,7 +29,7 @@ from mindgrpo.weights.pretrained import check_tensors, open_weights
 
 def assert_same_model(directory: Path, family: str) -> None:
     specs = parameter_specs(read_config(directory))
-    files, whole = check_tensors(directory, specs), SafetensorsDirectory(FOLDER / family)
+    files, whole = check_tensors(directory, specs), open_weights(FOLDER / family)
     for spec in specs:
         assert files.read(spec.name).tobytes() == whole.read(spec.name).tobytes(), spec.name
         stop = tuple(max(1, length // 2) for length in spec.shape)
@@ -58,7 +58,7 @@ def directory(tmp_path: Path) -> Path:
 def test_names_are_mindformers_and_lead_back(family: str) -> None:
     for spec in parameter_specs(read_config(FOLDER / family)):
         assert to_huggingface(to_mindformers(spec.name)) == spec.name
-        if family != "qwen3":
+        if family in ("qwen2", "llama"):
             assert to_mindformers(spec.name) == mindformers_name(spec.name)
 
 
@@ -92,6 +92,48 @@ def test_an_export_under_mindformers_names_is_read_as_the_same_model(
         index.unlink()
         (target / "a.safetensors").unlink(missing_ok=True)
     assert_same_model(target, family)
+
+
+# What MindFormers' own scripts write: research/mixtral/convert_weight.py, and research/qwen2_moe's with use_gmm.
+PLACES = {"mixtral": "feed_forward.", "qwen3_moe": "feed_forward.routed_experts."}
+
+
+def of_experts(family: str, is_gmm: bool) -> dict[str, np.ndarray]:
+    files, place = open_weights(FOLDER / family), PLACES[family]
+    words = {"gate": "router.dense"}
+    projections = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    words |= {f"experts.{name}": f"ffn.{word}" for name, word in projections.items()}
+    tensors = {}
+    for name in files.names:
+        values, theirs = files.read(name), mindformers_name(name)
+        for ours, word in words.items():
+            theirs = theirs.replace(f"mlp.{ours}.weight", f"{place}{word}.weight")
+        theirs = theirs.replace("self_attn.", "attention.")
+        tensors[theirs] = values.swapaxes(1, 2) if values.ndim == 3 and is_gmm else values
+    return tensors
+
+
+@pytest.mark.parametrize("is_gmm", [False, True], ids=["out by in", "in by out"])
+@pytest.mark.parametrize("family", PLACES)
+def test_experts_under_mindformers_names_are_read_as_the_same_model(
+    tmp_path: Path, family: str, is_gmm: bool
+) -> None:
+    shutil.copy(FOLDER / family / "config.json", tmp_path)
+    tensors = of_experts(family, is_gmm)
+    assert f"model.layers.0.{PLACES[family]}ffn.w1.weight" in tensors
+    save_ckpt(tmp_path / "model.ckpt", tensors)
+    assert_same_model(tmp_path, family)
+
+
+def test_square_matrices_of_experts_are_refused_as_nothing_tells_their_order(
+    tmp_path: Path,
+) -> None:
+    shutil.copy(FOLDER / "mixtral" / "config.json", tmp_path)
+    tensors = of_experts("mixtral", False)
+    tensors["model.layers.1.feed_forward.ffn.w2.weight"] = np.zeros((4, 32, 32), np.float32)
+    save_ckpt(tmp_path / "model.ckpt", tensors)
+    with pytest.raises(UserError, match=r"layers.1.mlp.experts.down_proj.* does not tell whether"):
+        open_weights(tmp_path)
 
 
 def test_a_ckpt_file_of_mindspore_is_read_as_the_same_model(directory: Path) -> None:

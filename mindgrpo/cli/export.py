@@ -153,7 +153,7 @@ def convert(
     for name in files.names:
         files.check_dtype(name)
     shapes = {name: files.shape(name) for name in files.names}
-    tensors = file_tensors(shapes, experts_of(beside))
+    tensors = file_tensors(shapes, "stacked" if is_mindformers else experts_of(beside))
     written = {to_mindformers(t.name) if is_mindformers else t.name: t for t in tensors}
     shapes = {name: tensor.shape for name, tensor in written.items()}
     with SafetensorsWriter(target, shapes, max_shard_bytes, dtype) as writer:

@@ -177,12 +177,13 @@ def _rope_scaling(section: Mapping[str, Any], path: str) -> dict[str, Any]:
         return {}
     factors, known = section.get("scaling_factor"), EXTENSIONS.get(method)
     if known is None or not isinstance(factors, dict) or set(known[1]) - set(factors):
-        ways = " or ".join(
-            f"{m} with a scaling_factor of {', '.join(f)}" for m, (_, f) in EXTENSIONS.items()
+        computed = " or ".join(
+            f"{name} with a scaling_factor of {', '.join(of_it)}"
+            for name, (_, of_it) in EXTENSIONS.items()
         )
         raise UserError(
-            f"model_config '{path}' has extend_method '{method}', but only {ways} is computed here; correct the YAML "
-            "or leave model_config out."
+            f"model_config '{path}' has extend_method '{method}', but only {computed} is computed here; correct the "
+            "YAML or leave model_config out."
         )
     return {"rope_scaling": {"rope_type": known[0], **factors}}
 

@@ -28,8 +28,8 @@ from mindgrpo.weights.model_files import (
     whole_box,
 )
 
-# As most models' files have experts, as Mixtral's have them, and as transformers 5 keeps them in memory.
-ExpertNames = Literal["per_expert", "mixtral", "fused"]
+# As most models' files have experts, as Mixtral's have them, as transformers 5 keeps them in memory, and as parameters.
+ExpertNames = Literal["per_expert", "mixtral", "fused", "stacked"]
 Slices = Mapping[str, Sequence[TensorSlice]]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -219,7 +219,7 @@ def file_tensors(shapes: Mapping[str, Sequence[int]], names: ExpertNames) -> lis
             addends = tuple((name, Box((i, 0), (i + 1, shape[1]))) for i in range(shape[0]))
             tensors.append(FileTensor(name, tuple(shape[1:]), addends))
             continue
-        match = _PARAMETER.fullmatch(name) if len(shape) > 2 else None
+        match = _PARAMETER.fullmatch(name) if len(shape) > 2 and names != "stacked" else None
         if match is None:
             own = name
             if names == "mixtral" and (router := _ROUTER.fullmatch(name)):

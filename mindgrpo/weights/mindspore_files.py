@@ -1,26 +1,35 @@
 """Reads MindSpore's .ckpt files, and translates a decoder's tensor names between MindFormers and Hugging Face.
 
-The values are the same, [out, in]. Tensors that MindFormers has concatenated (qkv_concat) are an error: their order
-depends on its version. .ckpt files are parsed by the message class that MindSpore has for them, and nothing is
-executed; each is held in memory, as MindSpore itself holds it: `export` makes safetensors of a large model.
+The values are the same, [out, in], but that the experts of a layer are one tensor [experts, out, in], or [experts, in,
+out] where its grouped products are used (use_gmm). Tensors that MindFormers has concatenated (qkv_concat) are an error:
+their order depends on its version. .ckpt files are parsed by the message class that MindSpore has for them, and nothing
+is executed; each is held in memory, as MindSpore itself holds it: `export` makes safetensors of a large model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
-from mindgrpo.weights.model_files import STORED_AS, ModelFiles, ModelTensor
+from mindgrpo.weights.model_files import (
+    STORED_AS,
+    ModelFiles,
+    ModelTensor,
+    TensorSlice,
+    whole_box,
+)
 
 # Values of model_type whose tensors have names in MindFormers.
-FAMILIES = ("qwen2", "llama", "qwen3")
+FAMILIES = ("qwen2", "llama", "qwen3", "mixtral")
 # Hugging Face's -> MindFormers': whole names, or the modules before the last word of one.
 MINDFORMERS = {
     "model.embed_tokens.weight": "model.tok_embeddings.embedding_weight",
@@ -36,8 +45,19 @@ MINDFORMERS = {
     "mlp.gate_proj": "feed_forward.w1",
     "mlp.down_proj": "feed_forward.w2",
     "mlp.up_proj": "feed_forward.w3",
+    # The parameters of a layer's experts, as research/mixtral/convert_weight.py there names them.
+    "mlp.gate": "feed_forward.router.dense",
+    "mlp.experts.gate_proj": "feed_forward.ffn.w1",
+    "mlp.experts.down_proj": "feed_forward.ffn.w2",
+    "mlp.experts.up_proj": "feed_forward.ffn.w3",
 }
 HUGGINGFACE = {theirs: ours for ours, theirs in MINDFORMERS.items()}
+# Beside experts that all tokens pass, and in later models, it has these names.
+HUGGINGFACE |= {
+    theirs.replace("feed_forward", "feed_forward.routed_experts"): ours
+    for theirs, ours in HUGGINGFACE.items()
+    if theirs.startswith(("feed_forward.ffn", "feed_forward.router"))
+}
 CONCATENATED = ("w_qkv", "w_gate_hidden")
 
 
@@ -57,6 +77,38 @@ def to_huggingface(name: str) -> str:
 
 def are_mindformers(names: Iterable[str]) -> bool:
     return MINDFORMERS["model.embed_tokens.weight"] in names
+
+
+def by_huggingface(files: ModelFiles) -> ModelFiles:
+    """Returns a model with MindFormers' names by Hugging Face's, experts as parameters. Raises UserError."""
+    slices = {to_huggingface(name): own for name, own in files.slices.items()}
+    embedding = slices[to_huggingface(MINDFORMERS["model.embed_tokens.weight"])]
+    hidden = (embedding[0][1].shape or (0,))[-1]
+    turned = {
+        name: _out_by_in(name, own, hidden) if ".mlp.experts." in name else own
+        for name, own in slices.items()
+    }
+    return ModelFiles(files.path, turned)
+
+
+def _out_by_in(name: str, own: Sequence[TensorSlice], hidden: int) -> Sequence[TensorSlice]:
+    ((_, tensor),) = own
+    if len(tensor.shape) != 3:
+        return own
+    number, rows, columns = tensor.shape
+    if rows == columns:
+        raise UserError(
+            f"{name} in {tensor.file} has the shape {list(tensor.shape)}, which does not tell whether its matrices are "
+            "[out, in] or, with MindFormers' use_gmm, [in, out]; give the model with Hugging Face's names."
+        )
+    if hidden == (rows if name.endswith("down_proj.weight") else columns):
+        return own
+    shape = number, columns, rows
+    return [(whole_box(shape), tensor._replace(shape=shape, values=partial(_turned, tensor)))]
+
+
+def _turned(tensor: ModelTensor) -> NDArray[Any]:
+    return tensor.values().swapaxes(1, 2)
 
 
 def check_not_concatenated(names: Iterable[str], directory: str) -> None:

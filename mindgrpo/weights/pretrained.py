@@ -17,9 +17,9 @@ from mindgrpo.weights.expert_files import stacked
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.mindspore_files import (
     are_mindformers,
+    by_huggingface,
     check_not_concatenated,
     open_ckpt,
-    to_huggingface,
 )
 from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 
@@ -47,7 +47,7 @@ def open_tensors(directory: str | Path) -> ModelFiles:
     if not are_mindformers(files.names):
         return files
     check_not_concatenated(files.names, str(directory))
-    return ModelFiles(folder, {to_huggingface(name): one for name, one in files.slices.items()})
+    return by_huggingface(files)
 
 
 def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> ModelFiles:
