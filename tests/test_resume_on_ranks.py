@@ -20,6 +20,7 @@ import small_runs
 from small_runs import TOKEN_ARRAYS, completions, make_inputs, model_bits, rows, token_rows
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
+from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.config import load_config
 from mindgrpo.memory.residency import by_phase
 from mindgrpo.models.decoder_config import read_config
@@ -39,6 +40,9 @@ SETTINGS = {
     "rl_config.save_ckpt_interval": SAVED_STEP,
     "rl_config.save_ckpt_async": "true",
     "rl_config.eval_steps": SAVED_STEP,
+    # What rewards of earlier steps leave behind.
+    "rl_config.advantage_estimator": "rae",
+    "rl_config.no_positive_resampling": 0.5,
 }
 # What is in the order of additions alone; the rest has to be the same in every bit.
 ROUNDED = ("loss", "kl", "entropy", "grad_norm", "logprob_gap/", "padding_share", "rollout/")
@@ -133,6 +137,8 @@ def test_in_the_same_layout_rows_and_model_are_the_same_bit_for_bit(
     inputs: Path, whole: Path
 ) -> None:
     run = as_of_the_saved_step(inputs, whole, "same")
+    carried = read_manifest(folder_of(run, SAVED_STEP)).state
+    assert carried.baselines and carried.solved
     said = launch(inputs, run, ON_FOUR, "--resume_training")
     assert f"resumed from {folder_of(run, SAVED_STEP)}" in said
     assert steps_in(run) == [SAVED_STEP, STEPS]

@@ -32,6 +32,8 @@ from mindgrpo.grpo.settings import loss_config
 from mindgrpo.grpo.supervised import rows_as_rollout
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.monitor.curve import draw_curve
+from mindgrpo.report.facts import facts
+from mindgrpo.report.run_folder import read_run
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import accumulate_gradients, update
@@ -116,6 +118,22 @@ def test_a_run_learns_and_says_so(inputs: Path, whole: Path) -> None:
     assert (whole / "loss_curve.png").stat().st_size > 10_000
     assert [row.get("eval/loss") is not None for row in rows(whole)] == [False, True, False, True]
     assert rows(whole)[-1]["eval/loss"] == summary["eval_after"]["loss"]
+
+
+def test_its_report_has_rows_and_a_supervised_loss_and_nothing_of_a_generator(whole: Path) -> None:
+    run = read_run(whole)
+    shown = dict(facts(run))
+    assert shown["loss"] == "supervised"
+    assert shown["rows"] == str(run.values["rl_config.prompts_per_step"])
+    assert not shown.keys() & {"batch", "layout_generate", "layout_ref"}
+
+
+def test_its_help_has_the_keys_that_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sft", "--help"]) == 0
+    keys = {line.split()[0] for line in capsys.readouterr().out.splitlines() if "  --" in line}
+    assert {"--rl_config.seq_length", "--actor_config.lora.rank", "--dataset_file"} <= keys
+    assert not keys & {"--rl_config.epsilon_low", "--verifier_function"}
+    assert not any(key.startswith(("--generate_config.", "--reward_config.")) for key in keys)
 
 
 def test_a_run_that_ended_early_goes_on_bit_for_bit(inputs: Path, whole: Path) -> None:

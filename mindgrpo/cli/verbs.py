@@ -76,8 +76,10 @@ def _help(verb: str, described: str) -> str:
     sections = [usage([verb]), described.strip()]
     if "--config FILE" in USAGE[verb]:
         from mindgrpo.config.reference import keys_by_section
+        from mindgrpo.config.supervised import is_read
 
-        sections.append(keys_by_section(shutil.get_terminal_size().columns))
+        of_verb = [is_read] if verb == "sft" else []
+        sections.append(keys_by_section(shutil.get_terminal_size().columns, *of_verb))
     return "\n\n".join(sections)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
 from mindgrpo.config.command_line import FLAGS
@@ -127,12 +127,15 @@ def reference() -> str:
     return "\n".join([_HEAD, *_live(), *_flags(), *_inactive()])
 
 
-def keys_by_section(width: int) -> str:
-    """Returns the help of programs that take a configuration: short flags, and every key with its meaning."""
+def keys_by_section(width: int, is_read: Callable[[str], bool] = lambda key: True) -> str:
+    """Returns the help of programs that take a configuration: short flags, and every key with its meaning.
+
+    Only keys that the program reads (`is_read`).
+    """
     lines = ["flags for keys of the file, which can all be written --section.key VALUE:"]
-    lines += [f"  {flag:<28}{key}" for flag, key in FLAGS.items()]
+    lines += [f"  {flag:<28}{key}" for flag, key in FLAGS.items() if is_read(key)]
     indent = " " * 6
-    for section, keys in groupby(LIVE, _section_of):
+    for section, keys in groupby(filter(is_read, LIVE), _section_of):
         lines += ["", f"{section or 'top level'}:"]
         for key in keys:
             field, meaning = LIVE[key].field, LIVE[key].meaning

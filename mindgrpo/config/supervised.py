@@ -55,15 +55,14 @@ _FIXED: dict[str, object] = {
 }
 
 
+def is_read(key: str) -> bool:
+    """Returns whether supervised training reads a key of the configuration."""
+    in_section = key.split(".")[0] in _SECTIONS and key not in _OF_ROLLOUTS
+    return in_section or key in _READ or "." not in key
+
+
 def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sourced]:
     """Returns the entries of supervised training; adds a sentence about those that have no effect to `notices`."""
-
-    def is_read(key: str) -> bool:
-        return (
-            (key.split(".")[0] in _SECTIONS and key not in _OF_ROLLOUTS)
-            or key in _READ
-            or "." not in key
-        )
 
     def size(key: str, default: int) -> int:
         value = entries[key].value if key in entries else default

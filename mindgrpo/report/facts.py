@@ -31,11 +31,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     for name, keys in _FACTS:
         texts[name] = next((run.values[key] for key in keys if run.values.get(key)), None)
     values, summary = run.values, run.summary
-    texts["batch"] = " × ".join(
-        str(values[key])
-        for key in ("rl_config.prompts_per_step", "rl_config.num_generations")
-        if values.get(key)
-    )
+    counts = ("rl_config.prompts_per_step", "rl_config.num_generations")[: 2 - run.is_supervised]
+    texts["batch"] = " × ".join(str(values[key]) for key in counts if values.get(key))
     for role in ("actor", "generate", "ref"):
         texts[f"layout_{role}"] = _layout(values, f"{role}_config.parallel_config.")
     needs_reference = ("rl_config.beta", "rl_config.distillation_coef")
@@ -44,6 +41,9 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     elif not texts["layout_ref"]:
         # The default of the reference model's layout.
         texts["layout_ref"] = texts["layout_actor"]
+    if run.is_supervised:
+        del texts["layout_generate"]
+        texts["loss"], texts["rows"] = "supervised", texts.pop("batch")
     texts |= {name: summary.get(name) for name in _SUMMARY}
     texts |= {name: summary.get(name) for name in ("ranks", "host")}
     texts["folder"] = str(run.path)

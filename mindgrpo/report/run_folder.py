@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from mindgrpo.config.supervised import ORIGIN
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import lines_of, row_of
 
@@ -138,6 +139,11 @@ class RunFolder:
     held_out: RowFile
     reward_output: str
     num_bad_rows: int
+
+    @property
+    def is_supervised(self) -> bool:
+        """Returns whether the run was of supervised training."""
+        return any(entry.origin == ORIGIN for entry in self.configuration)
 
     @property
     def name(self) -> str:
