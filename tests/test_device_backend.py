@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from small_generators import (
     room_of,
     run,
 )
+from test_lora import raw_of
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend, ReleasedMemory
@@ -36,7 +38,9 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.memory.residency import Location, Residency
+from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.lora import TARGETS, LoraSettings, adapter_specs, fill_adapters, merge
+from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
@@ -299,15 +303,21 @@ def test_sums_of_weights_are_those_that_the_host_computes(
     assert PartSums(device).of(Weights(LAYOUT, outside, device, dtype=dtype)) == {}
 
 
+WITH_EXPERTS = Layout.of(
+    Mesh(1, 1), parameter_specs(decoder_config(raw_of("qwen3_moe") | {"vocab_size": 7}, "here"))
+)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WITH_EXPERTS], ids=["dense", "experts"])
 def test_adapters_are_merged_and_references_mixed_as_on_the_host(
-    device: Backend, host: Backend
+    device: Backend, host: Backend, layout: Layout
 ) -> None:
     lora = LoraSettings(3, 6.0, TARGETS)
-    small = Layout(Mesh(1, 1), adapter_specs(LAYOUT.specs, lora), LAYOUT.stage_layers)
+    small = replace(layout, specs=adapter_specs(layout.specs, lora))
     results = []
     for backend in (device, host):
-        weights, adapters = Weights(LAYOUT, 0, backend), Weights(small, 0, backend, "adapters")
-        other = Weights(LAYOUT, 0, backend, "other")
+        weights, adapters = Weights(layout, 0, backend), Weights(small, 0, backend, "adapters")
+        other = Weights(layout, 0, backend, "other")
         fill_random(weights, seed=1)
         fill_random(other, seed=2)
         fill_adapters(adapters, seed=3)

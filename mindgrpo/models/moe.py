@@ -40,9 +40,7 @@ class MixtureOfExperts(nn.Cell):
         if chooses:
             self.choose = shard.cell(kernels.choose_experts, how)
         self.router, self.sum = shard.cell(kernels.router, how), shard.cell(kernels.weighted_sum)
-        keys = (f"{prefix}experts.{name}_proj.weight" for name in ("gate_up", "down"))
-        is_adapted = any(map(shard.has_adapter, keys))
-        experts = (AdaptedExperts if is_adapted else Experts)(shard, prefix)
+        experts = (Experts if shard.trains_weights else ExpertsInProducts)(shard, prefix)
         self.experts: nn.Cell = experts
         if not reads_plan:
             self.experts = ChosenExperts(shard, experts, moe)
@@ -125,8 +123,8 @@ class Experts(nn.Cell):
         return self.mlp(rows, counts, self.exact(self.gate_up), self.exact(self.down))
 
 
-class AdaptedExperts(nn.Cell):
-    """As Experts, some of whose matrices have adapters."""
+class ExpertsInProducts(nn.Cell):
+    """As Experts, whose matrices have no gradients, but may have adapters."""
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()

@@ -268,7 +268,7 @@ class Shard:
         """Returns the product with matrix `key` (without bias); `over_ranks`: one whose sums go over ranks."""
         leaves = self.leaves if over_ranks else 1
         base = Linear(self[key], self.cell(self.kernels.matmul, False, leaves), self.exact())
-        if not self.has_adapter(key):
+        if adapter_names(key)[0] not in self.adapter_parameters:
             return base
         merging = self.cell(self.kernels.float32_matmul)
         return self._adapted(key, base, self.cell(self.kernels.matmul), merging)
@@ -277,13 +277,10 @@ class Shard:
         """Returns the product by expert with the matrices `key`."""
         matmul = self.cell(self.kernels.expert_matmul)
         base = Linear(self[key], matmul, self.exact())
-        if not self.has_adapter(key):
+        if adapter_names(key)[0] not in self.adapter_parameters:
             return base
         merging = self.cell(OfEach, self.cell(self.kernels.expert_matmul, True))
         return self._adapted(key, base, matmul, merging)
-
-    def has_adapter(self, key: str) -> bool:
-        return adapter_names(key)[0] in self.adapter_parameters
 
     def _adapted(self, key: str, base: Linear, low_rank: Any, merging: Any) -> nn.Cell:
         assert self._adapters is not None

@@ -66,12 +66,12 @@ class Block:
     expert_columns: int = 1
     shared: int = 0
     beside_heads: int = 0
-    has_adapted_experts: bool = False
+    has_frozen_experts: bool = False
 
     @property
     def makes_gate_and_up_again(self) -> bool:
         """Tells whether the processors' kernel computes their product again for the gradient, which it does whole."""
-        return self.experts is not None and not self.has_adapted_experts
+        return self.experts is not None and not self.has_frozen_experts
 
 
 @dataclass(frozen=True)
@@ -366,9 +366,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         expert_columns=layout.mesh.emp,
         shared=model.moe.shared_inner if model.moe else 0,
         beside_heads=_beside_heads(model, tp_size),
-        has_adapted_experts=layout is plan.train
-        and plan.lora is not None
-        and any(len(spec.shape) > 2 for spec in plan.trained.specs),
+        has_frozen_experts=layout is plan.train and plan.lora is not None,
     )
     # The processors' kernels have float32 activations whatever weights are.
     on_host = plan.config.context.target == SHARED_MEMORY
