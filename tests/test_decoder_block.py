@@ -103,6 +103,7 @@ VARIANTS: dict[tuple[str, ...], Variant] = {
             "v_head_dim": 14,
             "rope_interleave": False,
         },
+        in_loop=True,
     ),
     ("experts", "has_latents"): Variant(
         {
@@ -119,6 +120,7 @@ VARIANTS: dict[tuple[str, ...], Variant] = {
             "v_head_dim": 8,
             **OF_GROUPS,
         },
+        in_loop=True,
     ),
     ("experts",): Variant(
         {"experts": ExpertFamily(inner_key="moe_intermediate_size")},
@@ -223,7 +225,8 @@ def test_the_decode_loop_says_what_it_lacks_in_one_sentence(
     ("family", "in_loop"),
     [
         *((family, True) for family in ("qwen2", "llama", "qwen3", "qwen3_moe", "mixtral")),
-        *((family, False) for family in ("olmo2", "gemma3_text", "deepseek_v3")),
+        ("deepseek_v3", True),
+        *((family, False) for family in ("olmo2", "gemma3_text")),
     ],
 )
 def test_which_families_the_decode_loop_computes(family: str, in_loop: bool) -> None:

@@ -64,6 +64,47 @@ CONFIG = decoder_config(
     },
     "here",
 )
+IN_GROUPS = replace(
+    CONFIG,
+    moe=replace(
+        CONFIG.moe,
+        num_experts=8,
+        scores="sigmoid",
+        groups=4,
+        groups_taken=2,
+        has_bias=True,
+        scaling=2.5,
+    ),
+)
+# A dense layer, then one with experts, one of which all tokens pass; latents of queries as well.
+DEEPSEEK = decoder_config(
+    {
+        "model_type": "deepseek_v3",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS + 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 10,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": CHOSEN,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 128,
+    },
+    "here",
+)
+OTHER_LATENT = replace(DEEPSEEK.latent, query_rank=None, is_interleaved=False)
 LAYOUT = Layout.of(Mesh(1, 1), parameter_specs(CONFIG))
 SAMPLING = SamplingParams(
     temperature=0.8, max_tokens=MAX_TOKENS, stop_ids=tuple(range(0, VOCAB, 3))
@@ -149,14 +190,11 @@ def test_the_engines_routes_are_those_that_the_trainer_chooses(
 
 
 @WITH_C
-def test_the_loop_in_c_chooses_among_the_best_groups_by_biased_scores_as_plain_operations_do(
-    backend: CpuBackend,
+@pytest.mark.parametrize("config", [IN_GROUPS, DEEPSEEK, replace(DEEPSEEK, latent=OTHER_LATENT)])
+def test_the_loop_in_c_draws_the_tokens_and_chooses_the_experts_of_plain_operations(
+    backend: CpuBackend, config: DecoderConfig
 ) -> None:
-    choice = {"scores": "sigmoid", "groups": 4, "groups_taken": 2, "has_bias": True, "scaling": 2.5}
-    config = replace(CONFIG, moe=replace(CONFIG.moe, num_experts=8, **choice))
-    in_c, plain = (
-        engine(backend, kernels_named(name), config=config) for name in ("native", "plain")
-    )
+    in_c, plain = (engine(backend, kernels_named(n), config=config) for n in ("native", "plain"))
     assert isinstance(in_c._decoder, slots.SlotDecoder)
     found, expected = drawn(in_c), drawn(plain)
     packed, logps = replayed(trainer(in_c, backend, config), backend, found)
@@ -164,8 +202,8 @@ def test_the_loop_in_c_chooses_among_the_best_groups_by_biased_scores_as_plain_o
     for i, (one, other) in enumerate(zip(found.samples, expected.samples, strict=True)):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(whole(one), whole(other))
-        np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(one.logps, logps[i], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one.logps, other.logps, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(one.logps, logps[i], rtol=0, atol=1e-4)
     # Without the bias other experts are the best.
     with in_c.weights.on_host(write=True) as host:
         for name in [n for n in host.hf_views if n.endswith(BIAS)]:
@@ -206,12 +244,14 @@ def test_evaluations_have_none_nor_do_engines_that_are_not_asked(backend: CpuBac
 
 
 @WITH_C
+@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK])
 def test_conversations_that_go_on_from_kept_keys_have_the_routes_of_those_computed_again(
-    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+    backend: CpuBackend, monkeypatch: pytest.MonkeyPatch, config: DecoderConfig
 ) -> None:
     monkeypatch.setattr(slots, "FULL_STEP_ROWS", 1)
     kept, again = (
-        converse(engine(backend, kernels_named("native"), goes_on)) for goes_on in (True, False)
+        converse(engine(backend, kernels_named("native"), goes_on, config))
+        for goes_on in (True, False)
     )
     assert len(kept) > GROUP and max(len(s.routes) for s in kept) > 2
     for one, other in zip(kept, again, strict=True):

@@ -99,6 +99,10 @@ class LatentConfig:
     is_interleaved: bool
 
 
+# Of the norms of latents, whatever rms_norm_eps is: transformers' DeepseekV3RMSNorm.
+LATENT_EPS = 1e-6
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """Dimensions of a decoder; `raw` is the config.json they came from, for writing it back.

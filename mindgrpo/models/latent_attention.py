@@ -13,10 +13,8 @@ from typing import Any
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
+from mindgrpo.models.decoder_config import LATENT_EPS
 from mindgrpo.models.shard import Shard
-
-# Of the norms of latents, whatever rms_norm_eps is: transformers' DeepseekV3RMSNorm.
-LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Cell):

@@ -14,9 +14,9 @@ import numpy as np
 from mindspore import nn
 
 from mindgrpo.backend.contract import Backend, Group
-from mindgrpo.backend.kernels.rollout import LocalExperts
+from mindgrpo.backend.kernels.rollout import LocalExperts, LocalLatents
 from mindgrpo.backend.kernels.shapes import NEVER, Heads, Routing, Vocabulary
-from mindgrpo.models.decoder_config import DecoderConfig, MoeConfig
+from mindgrpo.models.decoder_config import LATENT_EPS, DecoderConfig, MoeConfig
 from mindgrpo.models.lora import LoraSettings, LowRankLinear, OfEach, adapter_names
 from mindgrpo.models.parallel_cells import (
     BiasedLinear,
@@ -92,7 +92,16 @@ def local_experts(config: DecoderConfig, ep_size: int, index: int) -> LocalExper
         return None
     count = moe.num_experts // ep_size
     layers = tuple(i for i, kind in enumerate(config.layers) if kind.has_experts)
-    return LocalExperts(routing(moe), index * count, count, moe.inner, layers)
+    shared = moe.shared_inner
+    return LocalExperts(routing(moe), index * count, count, moe.inner, layers, shared_inner=shared)
+
+
+def local_latents(config: DecoderConfig) -> LocalLatents | None:
+    """Returns the latents that the generator caches; None in models without."""
+    if (latent := config.latent) is None:
+        return None
+    widths = latent.rank, latent.query_rank or 0, latent.still, latent.turning, latent.value
+    return LocalLatents(*widths, latent.is_interleaved, LATENT_EPS)
 
 
 def local_heads(config: DecoderConfig, tp_size: int) -> Heads:

@@ -64,6 +64,8 @@ def _obstacles(config: Config, model: DecoderConfig) -> Iterator[str]:
         yield "context.mode is 1, which computes without the C kernels"
     elif not keeps_slots(context.target):
         yield "there are no C kernels: no compiler was found, or MINDGRPO_NATIVE is 0"
+    if model.latent is not None:
+        yield "the generator attends to latents, of which the trainer makes keys and values"
     if missing := missing_options(model):
         yield f"the decode loop in C lacks {', '.join(missing)} ({model.model_type})"
     train = config.actor_config.parallel_config.model_parallel

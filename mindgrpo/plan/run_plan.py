@@ -29,8 +29,8 @@ from mindgrpo.models.precision import (
 from mindgrpo.models.shard import (
     cached_heads,
     local_experts,
-    local_heads,
     local_inner,
+    local_latents,
     local_vocabulary,
     product_leaves,
     vocabulary_leaves,
@@ -264,13 +264,14 @@ class RunPlan:
             layers=model.num_hidden_layers,
             hidden=model.hidden_size,
             inner=local_inner(model, tp_size),
-            heads=local_heads(model, tp_size),
+            heads=cached_heads(model, tp_size),
             vocabulary=Vocabulary(0, width, width, leaves=leaves),
             norm_eps=model.rms_norm_eps,
             tp_size=tp_size,
             tp_rank=0,
             leaves=product_leaves(model, tp_size) if in_tree else 1,
             experts=local_experts(model, self.infer.mesh.ep, 0),
+            latents=local_latents(model),
         )
 
     @cached_property

@@ -20,7 +20,8 @@ from mindgrpo.backend.kernels.shapes import Heads, Routing, Vocabulary
 class LocalExperts:
     """This rank's experts, `count` from number `first` on, each `inner` wide, and the layers that have experts.
 
-    `group` is what kernels know the ranks by that have the others (Group.kernel_id).
+    `group` is what kernels know the ranks by that have the others (Group.kernel_id). All tokens pass an expert that is
+    `shared_inner` wide, which every rank has; 0 where there is none.
     """
 
     routing: Routing
@@ -29,6 +30,30 @@ class LocalExperts:
     inner: int
     layers: tuple[int, ...]
     group: int = -1
+    shared_inner: int = 0
+
+
+@dataclass(frozen=True)
+class LocalLatents:
+    """The latents of attention, as decoder_config.LatentConfig has them; `query_rank` is 0 where queries have none.
+
+    The heads of a model with these are its queries' and one of keys, `rank` + `turning` wide.
+    """
+
+    rank: int
+    query_rank: int
+    still: int
+    turning: int
+    value: int
+    is_interleaved: bool
+    eps: float
+
+    def query_width(self, queries: int) -> int:
+        return queries * (self.still + self.turning)
+
+    def down_width(self, queries: int) -> int:
+        """Returns the width of what the first product makes."""
+        return (self.query_rank or self.query_width(queries)) + self.rank + self.turning
 
 
 @dataclass(frozen=True)
@@ -50,19 +75,32 @@ class LocalModelShape:
     group: int = -1
     leaves: int = 1
     experts: LocalExperts | None = None
+    latents: LocalLatents | None = None
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
         return self.experts.layers if self.experts else ()
 
     def matrices_of(self, layer: int) -> list[tuple[int, int, int]]:
-        """[in, out] and leaves of a layer's qkv, out, gate and up together, and down: the last two of each expert."""
-        heads, hidden, inner = self.heads, self.hidden, self.inner
-        matrices = [(hidden, heads.width, 1), (heads.queries * heads.dim, hidden, self.leaves)]
+        """[in, out] and leaves of a layer's qkv, out, gate and up together, and down: the last two of each expert and
+        of the shared one. Then what makes queries of latents."""
+        heads, hidden, inner, latents = self.heads, self.hidden, self.inner, self.latents
+        width, mixed, of_queries = (
+            heads.width,
+            heads.queries * heads.dim,
+            list[tuple[int, int, int]](),
+        )
+        if latents is not None:
+            width, mixed = latents.down_width(heads.queries), heads.queries * latents.value
+            if latents.query_rank:
+                of_queries = [(latents.query_rank, latents.query_width(heads.queries), 1)]
+        matrices = [(hidden, width, 1), (mixed, hidden, self.leaves)]
         if self.experts is None or layer not in self.experts.layers:
-            return [*matrices, (hidden, 2 * inner, 1), (inner, hidden, self.leaves)]
-        inner = self.experts.inner
-        return matrices + self.experts.count * [(hidden, 2 * inner, 1), (inner, hidden, 1)]
+            return [*matrices, (hidden, 2 * inner, 1), (inner, hidden, self.leaves), *of_queries]
+        inner, shared = self.experts.inner, self.experts.shared_inner
+        matrices += self.experts.count * [(hidden, 2 * inner, 1), (inner, hidden, 1)]
+        matrices += [(hidden, 2 * shared, 1), (shared, hidden, 1)] if shared else []
+        return matrices + of_queries
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
@@ -175,12 +213,21 @@ class LayerWeights(NamedTuple):
     down: np.ndarray  # [I, H], or of experts [X, J, H]
     router: np.ndarray | None = None  # float32 [H, E], where the layer has experts
     router_bias: np.ndarray | None = None  # float32 [E], for the choice alone
+    shared_gate_up: np.ndarray | None = None  # [H, 2 S], of the expert that all tokens pass
+    shared_down: np.ndarray | None = None  # [S, H]
+    latent_norm: np.ndarray | None = None  # [C]; `qkv` then makes latents
+    query_norm: np.ndarray | None = None  # [A]
+    query_up: np.ndarray | None = None  # [A, U], queries of their latents
+    latent_up: np.ndarray | None = None  # float32 [C, Z], keys and values of latents
 
     @property
     def matrices(self) -> tuple[np.ndarray, ...]:
+        last = (self.shared_gate_up, self.shared_down, self.query_up)
+        others = [matrix for matrix in last if matrix is not None]
         if self.router is None:
-            return self.qkv, self.out, self.gate_up, self.down
-        return self.qkv, self.out, *chain(*zip(self.gate_up, self.down, strict=True))
+            return self.qkv, self.out, self.gate_up, self.down, *others
+        experts = chain(*zip(self.gate_up, self.down, strict=True))
+        return self.qkv, self.out, *experts, *others
 
 
 class TokenWeights(NamedTuple):

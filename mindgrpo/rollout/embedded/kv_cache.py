@@ -171,11 +171,15 @@ class KVCacheSizes:
         slots = cache_config.slots
         rows = padded(max(slots, cache_config.prompt_rows))
         attention = heads.width + max(heads.queries * heads.dim, hidden)
+        if latents := shape.latents:
+            queries = heads.queries
+            attention += latents.query_width(queries) + latents.down_width(queries)
         layers_need = rows * (3 * hidden + max(attention, 2 * shape.inner))
         if experts := shape.experts:
             total, a_slot = experts.routing.num_experts, 4 + 2 * hidden + 2 * experts.inner
             of_experts = rows * (total + experts.routing.per_token * a_slot) + total
-            layers_need = max(layers_need, 3 * rows * hidden + of_experts)
+            shared = rows * (2 * experts.shared_inner + hidden)
+            layers_need = max(layers_need, 3 * rows * hidden + max(of_experts, shared))
         return cls(
             cache=2 * shape.layers * heads.kv * heads.dim * cache_config.positions,
             scratch=max(layers_need, slots * (3 * hidden + vocabulary)),
@@ -205,7 +209,7 @@ def missing_options(config: DecoderConfig) -> list[str]:
     The loop is written apart from models/decoder.py. For what it lacks, generation runs plain.py, the decoder's own.
     """
     family = config.family
-    norms, moe = family.norms, config.moe
+    norms = family.norms
     options = {
         "no norm before attention or MLP": norms.attention_in is None or norms.mlp_in is None,
         "norms behind attention or MLP": bool(norms.attention_out or norms.mlp_out),
@@ -213,10 +217,9 @@ def missing_options(config: DecoderConfig) -> list[str]:
         f"norms that multiply by {family.norm_offset:g} + weight": family.norm_offset != 0.0,
         f"the activation {config.activation}": config.activation != "silu",
         "scaled embeddings": family.scaled_embeddings,
-        "a scale of its own on queries": config.query_scale != config.head_dim**-0.5,
-        "latent attention": config.latent is not None,
+        "a scale of its own on queries": config.latent is None
+        and config.query_scale != config.head_dim**-0.5,
         "local layers": any(layer.is_local for layer in config.layers),
-        "shared experts": moe is not None and moe.shared_inner > 0,
     }
     return [option for option, is_there in options.items() if is_there]
 

@@ -28,7 +28,7 @@ from mindgrpo.backend.kernels.rollout import (
 )
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.rotary import rotary_table
-from mindgrpo.models.shard import Shard, local_inner
+from mindgrpo.models.shard import Shard, cached_heads, local_inner, local_latents
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.weights.expert_files import BIAS
@@ -146,7 +146,9 @@ class SlotDecoder:
             self.weight_pools.append(packed)
             with packed.on_host() as memory_of_packed:
                 memory = replace(memory, packed=memory_of_packed.view(0, (size,)))
-        rotary = rotary_table(shard.config, cache_config.max_prompt + cache_config.max_tokens)
+        still = None if shard.config.latent is None else shard.config.latent.rank
+        num_positions = cache_config.max_prompt + cache_config.max_tokens
+        rotary = rotary_table(shard.config, num_positions, still=still)
         self._slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
         )
@@ -277,10 +279,11 @@ def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) 
 
     has_experts = shard.config.layers[index].has_experts
     bias = in_float32(f"{layer}mlp.{BIAS}")
+    of_hidden = "qkv_proj.weight" if shard.config.latent is None else "qkv_a_proj.weight"
     mlp = layer + ("mlp.experts." if has_experts else "mlp.")
     return LayerWeights(
         norm(str(norms.attention_in)),
-        tensors[attention + "qkv_proj.weight"],
+        tensors[attention + of_hidden],
         in_float32(attention + "qkv_proj.bias"),
         in_float32(attention + "q_norm.weight"),
         in_float32(attention + "k_norm.weight"),
@@ -292,6 +295,12 @@ def _layer_weights(shard: Shard, index: int, tensors: Mapping[str, np.ndarray]) 
         in_float32(layer + "mlp.gate.weight"),
         # Added as the router of models/moe.py does.
         None if bias is None else bias[0] + bias[1] + bias[2],
+        tensors.get(layer + "mlp.shared_experts.gate_up_proj.weight"),
+        tensors.get(layer + "mlp.shared_experts.down_proj.weight"),
+        in_float32(attention + "kv_a_layernorm.weight"),
+        in_float32(attention + "q_a_layernorm.weight"),
+        tensors.get(attention + "q_b_proj.weight"),
+        in_float32(attention + "kv_b_proj.weight"),
     )
 
 
@@ -306,7 +315,7 @@ def _model_shape(shard: Shard) -> LocalModelShape:
         len(shard.layers),
         config.hidden_size,
         local_inner(config, shard.group.size),
-        shard.heads(),
+        cached_heads(config, shard.group.size),
         shard.vocabulary(),
         config.rms_norm_eps,
         shard.group.size,
@@ -314,6 +323,7 @@ def _model_shape(shard: Shard) -> LocalModelShape:
         shard.group.kernel_id,
         shard.leaves,
         shard.experts(),
+        local_latents(config),
     )
 
 

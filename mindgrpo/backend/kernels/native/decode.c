@@ -17,6 +17,7 @@ typedef struct {
     const int32_t *prefix, *shared, *own;
     int64_t layer, rows, width, member_floats;
     float *normed, *qkv, *mixed, *memory; /* of `memory` `member_floats` for each member */
+    float *heads, *down;                  /* of latent attention: queries, later values; and latents */
     const float *x, *added, *added_bias, *norm; /* what comes in */
     const float *first, *second, *router;       /* matrices */
     const float *bias, *q_norm, *k_norm;
@@ -51,6 +52,8 @@ static int work_of(const Call *call, const Rollout *g, int64_t layer, int is_pro
     w->normed = g->scratch + 2 * (w->rows + (is_prompt ? g->prompt_starts : 0)) * g->hidden;
     w->qkv = w->normed + w->rows * g->hidden;
     w->mixed = w->qkv + w->rows * w->width;
+    w->heads = w->mixed + w->rows * g->queries * g->dim;
+    w->down = w->heads + w->rows * query_width(g);
     return 0;
 }
 
@@ -156,21 +159,96 @@ static void attend_rows(const Work *w, Member member) {
     pool_meet(member);
 }
 
+/* A head as it is turned: halves of what does not turn, then of what does, whose pairs may be neighbours. */
+static void lay_out(const Rollout *g, const float *latent, const float *turning, float *head) {
+    int64_t rank = g->latent_rank / 2, pairs = g->turning / 2;
+    for (int64_t half = 0; half < 2; half++, head += rank + pairs) {
+        memcpy(head, latent + half * rank, rank * sizeof(float));
+        for (int64_t i = 0; i < pairs; i++)
+            head[rank + i] = turning[g->is_interleaved ? 2 * i + half : half * pairs + i];
+    }
+}
+
+/* Latent attention over latents (arXiv:2405.04434, section 2.1.2): queries are multiplied by what would make keys of
+ * latents, and one head of keys is for all. The rows of `qkv`, as models/latent_attention.py makes them. */
+static void make_latents(const Work *w, Member member) {
+    const Rollout *g = w->g;
+    const LayerWeights *weights = layer_weights(g, w->layer);
+    int64_t wide = g->still + g->turning, queries = query_width(g), down = down_width(g), rank = g->latent_rank, begin, end;
+    int64_t behind = g->query_rank ? g->query_rank : queries, ld = queries, both = g->still + g->value;
+    const float *made = w->heads;
+    multiply(g, member, g->first_matrix[w->layer] + QKV, 1, w->rows, down, g->hidden, w->normed, g->hidden, w->first, 0,
+             w->down, down);
+    pool_meet(member);
+    share_out(member, w->rows, &begin, &end);
+    float normed[rank > g->query_rank ? rank : g->query_rank];
+    for (int64_t i = begin; i < end; i++) {
+        float *row = w->down + i * down;
+        if (g->query_rank) {
+            add_and_norm(row, NULL, NULL, weights->query_norm, (float)g->latent_eps, g->query_rank, NULL, normed);
+            memcpy(row, normed, g->query_rank * sizeof(float));
+        }
+        add_and_norm(row + behind, NULL, NULL, weights->latent_norm, (float)g->latent_eps, rank, NULL, normed);
+        memcpy(row + behind, normed, rank * sizeof(float));
+    }
+    if (g->query_rank) {
+        pool_meet(member);
+        multiply(g, member, g->first_matrix[w->layer + 1] - 1, 1, w->rows, queries, g->query_rank, w->down, down,
+                 weights->query_up, 0, w->heads, queries);
+        pool_meet(member);
+    } else {
+        made = w->down, ld = down;
+    }
+    float *seeking = w->mixed;
+    for (int64_t head = 0; head < g->queries; head++)
+        gemm((Member){0, 1}, end - begin, rank, g->still, made + begin * ld + head * wide, ld, 1,
+             weights->latent_up + head * both, g->queries * both, 1, seeking + begin * g->queries * rank + head * rank,
+             g->queries * rank, 0);
+    for (int64_t i = begin; i < end; i++) {
+        float *out = w->qkv + i * w->width;
+        const float *row = w->down + i * down + behind;
+        for (int64_t head = 0; head < g->queries; head++, out += g->dim)
+            lay_out(g, seeking + (i * g->queries + head) * rank, made + i * ld + head * wide + g->still, out);
+        lay_out(g, row, row + rank, out);
+        memcpy(out + g->dim, out, g->dim * sizeof(float));
+    }
+}
+
+/* Values of each head, in `heads`, of the latents that attention has mixed. */
+static void make_values(const Work *w, Member member) {
+    const Rollout *g = w->g;
+    int64_t rank = g->latent_rank, both = g->still + g->value, begin, end;
+    share_out(member, w->rows, &begin, &end);
+    for (int64_t i = begin * g->queries; i < end * g->queries; i++)
+        for (int64_t half = 0; half < 2; half++)
+            memcpy(w->qkv + i * rank + half * (rank / 2), w->mixed + i * g->dim + half * (g->dim / 2),
+                   rank / 2 * sizeof(float));
+    for (int64_t head = 0; head < g->queries; head++)
+        gemm((Member){0, 1}, end - begin, g->value, rank, w->qkv + (begin * g->queries + head) * rank, g->queries * rank, 1,
+             layer_weights(g, w->layer)->latent_up + head * both + g->still, g->queries * both, 0,
+             w->heads + (begin * g->queries + head) * g->value, g->queries * g->value, 0);
+    pool_meet(member);
+}
+
 static void attend(void *task, Member member) {
     const Work *w = task;
     const Rollout *g = w->g;
-    int64_t begin, end, mixed = g->queries * g->dim;
+    int64_t begin, end, mixed = mixed_width(g);
     norm_rows(w, member);
-    multiply(g, member, g->first_matrix[w->layer] + QKV, 1, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first, 0,
-             w->qkv, w->width);
+    if (g->latent_rank)
+        make_latents(w, member);
+    else
+        multiply(g, member, g->first_matrix[w->layer] + QKV, 1, w->rows, w->width, g->hidden, w->normed, g->hidden, w->first,
+                 0, w->qkv, w->width);
     pool_meet(member);
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin; i < end; i++) keep_row(w, i);
     if (!w->second) return;
     pool_meet(member);
     attend_rows(w, member);
-    multiply(g, member, g->first_matrix[w->layer] + OUT, g->leaves, w->rows, g->hidden, mixed, w->mixed, mixed, w->second, 0, w->delta,
-             g->hidden);
+    if (g->latent_rank) make_values(w, member);
+    multiply(g, member, g->first_matrix[w->layer] + OUT, g->leaves, w->rows, g->hidden, mixed,
+             g->latent_rank ? w->heads : w->mixed, mixed, w->second, 0, w->delta, g->hidden);
 }
 
 static void mlp(void *task, Member member) {
@@ -194,7 +272,9 @@ typedef struct {
 } ExpertWork;
 
 int64_t expert_floats(const Rollout *g, int64_t rows) {
-    return rows * (g->experts + g->routed * (4 + 2 * g->hidden + 2 * g->expert_inner)) + g->experts;
+    int64_t routed = rows * (g->experts + g->routed * (4 + 2 * g->hidden + 2 * g->expert_inner)) + g->experts;
+    int64_t shared = rows * (2 * g->shared_inner + g->hidden);
+    return routed > shared ? routed : shared;
 }
 
 static ExpertWork expert_work(const Work *w) {
@@ -304,13 +384,30 @@ static void add_slots(void *task, Member member) {
         sum_row_slots(made, s.home + i * slots, s.scores + i * slots, slots, hidden, w->delta + i * hidden);
 }
 
+/* Adds what the expert makes of the rows that all tokens pass. */
+static void add_shared(void *task, Member member) {
+    const Work *w = task;
+    const Rollout *g = w->g;
+    const LayerWeights *weights = layer_weights(g, w->layer);
+    int64_t begin, end, hidden = g->hidden, inner = g->shared_inner, matrix = g->first_matrix[w->layer] + GATE_UP + 2 * g->local_experts;
+    float *both = w->qkv, *made = both + 2 * w->rows * inner;
+    multiply(g, member, matrix, 1, w->rows, 2 * inner, hidden, w->normed, hidden, weights->shared_gate_up, 0, both, 2 * inner);
+    pool_meet(member);
+    share_out(member, w->rows, &begin, &end);
+    for (int64_t i = begin; i < end; i++) gate_row(both + 2 * i * inner, inner, both + 2 * i * inner);
+    pool_meet(member);
+    multiply(g, member, matrix + 1, 1, w->rows, hidden, inner, both, 2 * inner, weights->shared_down, 0, made, hidden);
+    pool_meet(member);
+    for (int64_t i = begin * hidden; i < end * hidden; i++) w->delta[i] += made[i];
+}
+
 /* A slot is one rank's, so its sum over ranks is exact. */
 static int run_experts(const Call *call, Work *w) {
     int status = run_products(call, experts, w);
     if (!status && w->g->local_experts < w->g->experts)
         status = sum_over_ranks(call, w->g->expert_group, expert_work(w).taken, w->rows * w->g->routed * w->g->hidden);
     if (!status) pool_run(add_slots, w);
-    return status;
+    return status || !w->g->shared_inner ? status : run_products(call, add_shared, w);
 }
 
 /* The sum over ranks of what `part` of the layer adds. */

@@ -12,7 +12,7 @@ KERNEL(rollout_layer_weights,
     if (!g) return KERNEL_REFUSED;
     if (meta[1] < 0 || meta[1] >= g->layers) return refuse(call, "there is no layer %d", meta[1]);
     const float *w[WEIGHTS] = {NULL};
-    for (int i = 0; i < WEIGHTS - 2; i++) w[i] = optional(call, i);
+    for (int i = 0; i < OF_ALL_LAYERS; i++) w[i] = optional(call, i);
     if (!w[3] != !w[4]) return refuse(call, "one norm of queries and keys is missing");
     if ((!w[8] || !w[9]) != (g->expert_layer[meta[1]] >= 0))
         return refuse(call, "layer %d has either an MLP or experts", meta[1]);
@@ -31,6 +31,30 @@ KERNEL(rollout_expert_weights,
     LayerWeights *w = layer_weights(g, meta[1]);
     w->router = call->params[0], w->router_bias = optional(call, 1);
     w->gate_up = call->params[2], w->down = call->params[3];
+    return 0;
+}
+
+/* The same of the expert that all tokens pass, which every rank has. */
+KERNEL(rollout_shared_weights, "gate_up f32|bf16[H, 2S], down f32|bf16[S, H], meta i32[2]") {
+    const int32_t *meta = call->params[2];
+    const Rollout *g = rollout_of(call, meta);
+    if (!g) return KERNEL_REFUSED;
+    if (meta[1] < 0 || meta[1] >= g->layers || g->expert_layer[meta[1]] < 0)
+        return refuse(call, "layer %d has no experts", meta[1]);
+    layer_weights(g, meta[1])->shared_gate_up = call->params[0], layer_weights(g, meta[1])->shared_down = call->params[1];
+    return 0;
+}
+
+/* The same of a layer's latents: their norms, and what makes queries, and keys and values, of them. */
+KERNEL(rollout_latent_weights,
+       "latent_norm f32[C], query_norm f32[A]?, query_up f32|bf16[A, U]?, latent_up f32[C, Z], meta i32[2]") {
+    const int32_t *meta = call->params[4];
+    const Rollout *g = rollout_of(call, meta);
+    if (!g) return KERNEL_REFUSED;
+    if (meta[1] < 0 || meta[1] >= g->layers || !g->latent_rank) return refuse(call, "layer %d has no latents", meta[1]);
+    LayerWeights *w = layer_weights(g, meta[1]);
+    w->latent_norm = call->params[0], w->query_norm = optional(call, 1), w->query_up = optional(call, 2);
+    w->latent_up = call->params[3];
     return 0;
 }
 

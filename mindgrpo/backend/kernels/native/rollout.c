@@ -12,6 +12,7 @@ static int64_t scratch_floats(const Rollout *g) {
     int64_t prompt_rows = g->prompt_rows + g->prompt_starts, rows = g->slots > prompt_rows ? g->slots : prompt_rows;
     int64_t mixed = g->queries * g->dim, inner = 2 * g->inner;
     int64_t attention = mixed + 2 * g->kv * g->dim + (mixed > g->hidden ? mixed : g->hidden);
+    if (g->latent_rank) attention += query_width(g) + down_width(g);
     int64_t experts = g->experts ? expert_floats(g, rows) : 0, most = rows * (attention > inner ? attention : inner);
     int64_t layers = 3 * rows * g->hidden + (most > experts ? most : experts);
     int64_t head = g->slots * (3 * g->hidden + g->vocab_rows);
@@ -48,13 +49,16 @@ static int check_table(const Call *call, const Rollout *g) {
     if (g->NAME##_count < (LEAST))     \
         return refuse(call, "%s has %ld elements, but needs %ld", #NAME, g->NAME##_count, (int64_t)(LEAST));
     ROLLOUT_FIELDS(NO_CHECK, CHECK_ARRAY)
-    if (g->leaves < 1 || g->leaves > MOST_LEAVES || g->leaves & (g->leaves - 1) || g->inner % g->leaves || g->queries * g->dim % g->leaves || g->vocab_leaves < 1 ||
+    if (g->leaves < 1 || g->leaves > MOST_LEAVES || g->leaves & (g->leaves - 1) || g->inner % g->leaves || mixed_width(g) % g->leaves || g->vocab_leaves < 1 ||
         g->vocab_rows % g->vocab_leaves)
         return refuse(call, "%ld leaves of products and %ld of the vocabulary", g->leaves, g->vocab_leaves);
     if (g->first_expert < 0 || g->local_experts < 0 || g->first_expert + g->local_experts > g->experts ||
         g->routed < 0 || g->routed > g->experts || g->expert_layers > g->layers || g->groups < 1 || g->experts % g->groups ||
         g->groups_taken < 1 || g->groups_taken > g->groups)
         return refuse(call, "%ld experts from %ld on of %ld", g->local_experts, g->first_expert, g->experts);
+    if (g->latent_rank && (g->latent_rank < 0 || g->query_rank < 0 || g->kv != 1 || g->dim != g->latent_rank + g->turning ||
+                           g->latent_rank % 2 || g->turning % 2 || g->value > g->still + g->turning))
+        return refuse(call, "%ld heads of %ld for latents of %ld and %ld", g->kv, g->dim, g->latent_rank, g->turning);
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
     return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
 }
@@ -70,8 +74,13 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
                                {'E', g->experts},
                                {'X', g->local_experts},
                                {'J', g->expert_inner},
-                               {'W', (g->queries + 2 * g->kv) * g->dim},
-                               {'M', g->queries * g->dim}};
+                               {'W', g->latent_rank ? down_width(g) : (g->queries + 2 * g->kv) * g->dim},
+                               {'M', mixed_width(g)},
+                               {'S', g->shared_inner},
+                               {'C', g->latent_rank},
+                               {'A', g->query_rank},
+                               {'U', query_width(g)},
+                               {'Z', g->queries * (g->still + g->value)}};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
         int64_t value = dim(call, dims[i][0]);
         if (value < 0 || value == dims[i][1]) continue;
@@ -95,8 +104,12 @@ int run_products(const Call *call, void (*work)(void *task, Member member), void
 
 int check_ready(const Call *call, const Rollout *g) {
     int is_complete = token_weights(g)->norm != NULL;
-    for (int64_t i = 0; i < g->layers; i++)
+    for (int64_t i = 0; i < g->layers; i++) {
+        const LayerWeights *w = layer_weights(g, i);
+        is_complete &= !w->latent_up == !g->latent_rank && !w->query_up == !g->query_rank && !w->query_norm == !g->query_rank;
+        is_complete &= !w->shared_down == (!g->shared_inner || g->expert_layer[i] < 0);
         is_complete &= layer_weights(g, i)->norm && layer_weights(g, i)->down && !layer_weights(g, i)->router == (g->expert_layer[i] < 0);
+    }
     if (!is_complete) return refuse(call, "the generator was not given all its weights");
     if (g->tp_size > 1 && g->group < 0) return refuse(call, "ranks share the model, but it knows no group of theirs");
     if (g->local_experts < g->experts && g->expert_group < 0)

@@ -26,7 +26,11 @@
     NUMBER(int64_t, expert_group) NUMBER(int64_t, routed)                                                             \
     NUMBER(int64_t, expert_inner) NUMBER(int64_t, is_sigmoid) NUMBER(int64_t, renormalises) NUMBER(double, scaling)   \
     NUMBER(int64_t, groups) NUMBER(int64_t, groups_taken)                                                             \
-    NUMBER(int64_t, expert_layers) ARRAY(int32_t, expert_layer, g->layers)                                            \
+    NUMBER(int64_t, expert_layers) ARRAY(int32_t, expert_layer, g->layers) NUMBER(int64_t, shared_inner)              \
+    /* latent attention: widths of the latent that is cached, which is 0 without it, and of the queries' one, 0 where these \
+     * are made of hidden states; of a head without and with positions, and of one of values */                       \
+    NUMBER(int64_t, latent_rank) NUMBER(int64_t, query_rank) NUMBER(int64_t, still) NUMBER(int64_t, turning)          \
+    NUMBER(int64_t, value) NUMBER(int64_t, is_interleaved) NUMBER(double, latent_eps)                                 \
     NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \
     NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)                                                                 \
     /* leaves of sums over ranks: of row-parallel products (gemm.h), and of the vocabulary */                        \
@@ -75,8 +79,8 @@
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
     ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
 
-/* A layer's matrices, counted from first_matrix; the last two are there for each of its experts. After all layers' comes
- * the head's. */
+/* A layer's matrices, counted from first_matrix; the last two are there for each of its experts, and again for the one that
+ * all tokens pass. At the end of a layer's comes what makes queries of their latents. After all layers' comes the head's. */
 enum { QKV, OUT, GATE_UP, DOWN };
 
 #define DECLARE_NUMBER(TYPE, NAME) TYPE NAME;
@@ -89,8 +93,11 @@ typedef struct {
 
 typedef struct {
     const float *norm, *qkv, *bias, *q_norm, *k_norm, *out, *out_bias, *norm_mlp, *gate_up, *down, *router,
-        *router_bias;
+        *router_bias, *shared_gate_up, *shared_down, *latent_norm, *query_norm, *query_up, *latent_up;
 } LayerWeights;
+
+/* Of LayerWeights, those that every layer has or may have. */
+enum { OF_ALL_LAYERS = 10 };
 
 typedef struct {
     const float *norm, *head;
@@ -98,6 +105,15 @@ typedef struct {
 } TokenWeights;
 
 enum { WEIGHTS = sizeof(LayerWeights) / sizeof(int64_t), TOKEN_WEIGHTS = sizeof(TokenWeights) / sizeof(int64_t) };
+
+/* Of latent attention: all heads of queries, what latents are made with them, all heads of values. */
+static inline int64_t query_width(const Rollout *g) { return g->queries * (g->still + g->turning); }
+static inline int64_t down_width(const Rollout *g) {
+    return (g->query_rank ? g->query_rank : query_width(g)) + g->latent_rank + g->turning;
+}
+
+/* What a layer's last product of attention reads. */
+static inline int64_t mixed_width(const Rollout *g) { return g->queries * (g->latent_rank ? g->value : g->dim); }
 
 static inline LayerWeights *layer_weights(const Rollout *g, int64_t layer) {
     return (LayerWeights *)(g->weights + WEIGHTS * layer);

@@ -21,6 +21,7 @@ from mindgrpo.backend.kernels.rollout import (
     KVCacheLayout,
     LayerWeights,
     LocalExperts,
+    LocalLatents,
     LocalModelShape,
     Memory,
     TokenWeights,
@@ -145,7 +146,26 @@ def _expert_numbers(experts: LocalExperts | None) -> dict[str, float]:
         "expert_group": experts.group,
         "expert_inner": experts.inner,
         "expert_layers": len(experts.layers),
+        "shared_inner": experts.shared_inner,
     }
+
+
+def _latent_numbers(latents: LocalLatents | None) -> dict[str, float]:
+    if latents is None:
+        latents = LocalLatents(0, 0, 0, 0, 0, False, 0.0)
+    return {
+        "latent_rank": latents.rank,
+        "query_rank": latents.query_rank,
+        "still": latents.still,
+        "turning": latents.turning,
+        "value": latents.value,
+        "is_interleaved": int(latents.is_interleaved),
+        "latent_eps": latents.eps,
+    }
+
+
+# The first of LayerWeights, without a feed-forward's.
+OF_ALL_LAYERS = LayerWeights._fields.index("gate_up")
 
 
 class Slots:
@@ -222,17 +242,26 @@ class Slots:
         """Registers the weights, which are read where they lie; to be called again whenever they have changed."""
         self._weights = []
         for index, weights in enumerate(layers):
-            *tensors, gate_up, down, router, bias = (
-                NOTHING if array is None else array for array in weights
-            )
+            named = weights._asdict().items()
+            own = {name: NOTHING if array is None else array for name, array in named}
             meta = np.array([*self._number, index], np.int32)
-            experts, mlp = (router, bias, gate_up, down), (gate_up, down)
-            has_experts = weights.router is not None
-            dense = (NOTHING, NOTHING) if has_experts else mlp
-            call_kernel("rollout_layer_weights", *tensors, *dense, meta)
+
+            def give(
+                kernel: str, *names: str, own: dict[str, np.ndarray] = own, meta: np.ndarray = meta
+            ) -> None:
+                call_kernel(kernel, *(own[name] for name in names), meta)
+
+            mlp, has_experts = ("gate_up", "down"), weights.router is not None
+            dense = [NOTHING if has_experts else own[name] for name in mlp]
+            call_kernel("rollout_layer_weights", *list(own.values())[:OF_ALL_LAYERS], *dense, meta)
             if has_experts:
-                call_kernel("rollout_expert_weights", *experts, meta)
-            self._weights += [*tensors, *experts]
+                give("rollout_expert_weights", "router", "router_bias", *mlp)
+            if weights.shared_down is not None:
+                give("rollout_shared_weights", "shared_gate_up", "shared_down")
+            if weights.latent_up is not None:
+                latents = "latent_norm", "query_norm", "query_up", "latent_up"
+                give("rollout_latent_weights", *latents)
+            self._weights += own.values()
         call_kernel("rollout_token_weights", *token, self._number)
         self._weights += token
         if not self._num_parts:
@@ -282,7 +311,8 @@ class Slots:
             "top_p": 1.0 if sampling.greedy else sampling.top_p,
             "min_p": 0.0 if sampling.greedy else sampling.min_p,
         }
-        for name, value in {**numbers, **_expert_numbers(model_shape.experts)}.items():
+        numbers |= _expert_numbers(model_shape.experts) | _latent_numbers(model_shape.latents)
+        for name, value in numbers.items():
             self._table[name] = value
         columns = FIRST + max(2 * self._candidates_of(sampling), BINS) + 2 * vocab.leaves
         a_slot = (1 + model_shape.tp_size) * (columns + BINS) + model_shape.hidden + 2
