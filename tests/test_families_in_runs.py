@@ -100,7 +100,9 @@ def test_a_run_says_once_what_the_loop_lacks_of_the_block_and_does_all_the_rest(
     steps = read_metrics(run / "metrics.jsonl")
     assert len(steps) == 2
     gaps = [step["logprob_gap/max"] for step in steps]
-    assert all((gap == 0.0) == in_loop and gap < 1e-4 for gap in gaps)
+    # The trainer makes keys and values of the latents that the generator attends to.
+    has_same_bits = in_loop and family != "deepseek_v3"
+    assert all((gap == 0.0) == has_same_bits and gap < 1e-4 for gap in gaps)
     assert all(step["grad_norm"] > 0 for step in steps)
     has_experts = family in ("mixtral", "qwen3_moe", "deepseek_v3")
     assert all(("moe/load_max" in step) == has_experts for step in steps)

@@ -331,7 +331,7 @@ def test_what_is_drawn_is_written_within_what_was_given(rows: int, tp_size: int)
 def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
     made = Rollout(default_rng(2))
     number = np.array([made.table.number], np.int32)
-    layer = [one(0) if array is None else array for array in made.layer[:-1]]
+    layer = [one(0) if array is None else array for array in made.layer[:10]]
     calls = {
         "rollout_layer_weights": [*layer, np.array([*number, 0], np.int32)],
         "rollout_token_weights": [*made.token, number],
@@ -361,8 +361,8 @@ def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
         ("row_own", np.zeros(5, np.int32), "row_own has 5 elements, but needs 6"),
         ("rotary", np.zeros(1, np.float32), "rotary has 1 elements, but needs"),
         ("num_free", 1, "6 rows and 1 free slots are not 6"),
-        ("weights", np.zeros(13, np.int64), "weights has 13 elements, but needs 14"),
-        ("weights", np.zeros(14, np.int64), "not given all its weights"),
+        ("weights", np.zeros(20, np.int64), "weights has 20 elements, but needs 21"),
+        ("weights", np.zeros(21, np.int64), "not given all its weights"),
         ("slot_size", 4, "rooms"),
         ("row_prefix", np.full(6, 99, np.int32), "in prefix 99"),
         ("row_slot", np.full(6, -1, np.int32), "in slot -1"),
