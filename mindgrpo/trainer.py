@@ -5,7 +5,7 @@ A step is defined in grpo/step.py: sync, rollout, score, reference, old log-prob
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ class GRPOTrainer(TrainingLoop):
     output folder. Raises UserError for whatever the configuration gets wrong.
 
     In TRL's form: `model` (a Hugging Face directory), `reward_funcs` (one or several) and `train_dataset` and
-    `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, and
-    `config` is a mapping of its sections, or left out. `others`, such as `args`, are refused with the key to use.
+    `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, as
+    does `environment` (a class or function of a module, or text as in `rl_config.environment`), and `config` is a
+    mapping of its sections, or left out. `others`, such as `args`, are refused with the key to use.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class GRPOTrainer(TrainingLoop):
         reward_funcs: Reward | Sequence[Reward] | None = None,
         train_dataset: str | Path | Rows | None = None,
         eval_dataset: str | Path | Rows | None = None,
+        environment: str | Callable[..., Any] | None = None,
         **others: object,
     ) -> None:
         refuse("GRPOTrainer", others)
@@ -65,7 +67,7 @@ class GRPOTrainer(TrainingLoop):
                 reward_functions = [reward_funcs]
             else:
                 reward_functions = reward_funcs
-        config = with_arguments(config, model, train_dataset, eval_dataset)
+        config = with_arguments(config, model, train_dataset, eval_dataset, environment=environment)
 
         def read(config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
             return prepare(config, world_size, reward_functions, reward_weights, ranks, scores)

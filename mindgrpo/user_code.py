@@ -5,10 +5,12 @@ Also limits time and memory of code that processes what users supply: a template
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import os
+import re
 import resource
 import signal
 import sys
@@ -24,6 +26,8 @@ from mindgrpo.errors import UserError
 
 PACKAGE = Path(__file__).parent
 LONGEST_MESSAGE = 300
+# A name, perhaps behind a module or file, with arguments in brackets.
+CALL = re.compile(r"(?P<name>(?:[^:]*:)?\s*[^\W\d]\w*)\s*(?P<arguments>\(.*\))", re.DOTALL)
 PAGE_BYTES = resource.getpagesize()
 
 
@@ -33,6 +37,21 @@ class Kind:
 
     what: str
     key: str
+
+
+def read_arguments(kind: Kind, written: str, text: str) -> dict[str, Any]:
+    """Reads `(name=value, ...)` with plain values; `text` is what the user wrote. Raises UserError."""
+    try:
+        call = ast.parse(f"f{written}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        if call.args:
+            raise ValueError(f"{ast.unparse(call.args[0])} has no name")
+        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise UserError(
+            f"{kind.what} {text!r}: {written} cannot be read as arguments ({getattr(error, 'msg', None) or error}); "
+            f"write (name=value, ...) with plain values in {kind.key}"
+        ) from None
 
 
 def import_named(kind: Kind, text: str, source: str, name: str) -> Any:

@@ -125,7 +125,7 @@ def spread(completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     return [float(sum(map(ord, text)) % 7 < 2) for text in completions]
 
 
-Reward = Callable[[Sequence[str], Sequence[str]], list[float]]
+Reward = Callable[..., list[float]]
 
 
 def run(folder: Path, output: Path | None, *words: str, reward: Reward = spread) -> Path:

@@ -96,6 +96,22 @@ class Waits:
         await asyncio.sleep(0.01)
         return "waited", 1.0, False
 
+class Gymnasium:
+    def __init__(self, most=1):
+        self.most = most
+
+    def reset(self, row):
+        return f"up to {self.most}", {"row": row}
+
+    def step(self, completion):
+        number = int(completion)
+        return f"not {number}", number / 4, number == self.most, number > self.most, {}
+
+def make(most):
+    return Gymnasium(most)
+
+LEVEL = 3
+
 class NoStep:
     def reset(self, row):
         return "x"
@@ -308,16 +324,39 @@ def test_methods_may_be_coroutines(file: Path) -> None:
         pool.close()
 
 
+@pytest.mark.parametrize("name", ["Gymnasium(most=3)", "make(most=3)"])
+def test_a_class_or_function_takes_arguments_and_may_answer_as_gymnasium_does(
+    file: Path, name: str
+) -> None:
+    pool = EnvironmentPool(f"{file}:{name}", CallLimits(DEADLINE, 1 << 30))
+    try:
+        asked = pool.ask({sample: Opening({}, "0") for sample in range(3)})
+        assert {own.messages[0]["content"] for own in asked.values()} == {"up to 3"}
+        answers = pool.ask(dict(enumerate(("2", "3", "4"))))
+        assert [(own.reward, own.is_done) for own in answers.values()] == [
+            (0.5, False),
+            (0.75, True),
+            (1.0, True),
+        ]
+        assert answers[0].messages == ({"role": "user", "content": "not 2"},)
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("Counts", "does not name a class; write package.module:Class or path/to/file.py:Class"),
         ("{file}:Count", "has no 'Count' (the nearest name is 'Counts'); correct rl_config.env"),
         ("nowhere.py:E", "nowhere.py does not exist"),
-        ("{file}:function", "is a function, not a class; correct rl_config.environment"),
+        ("{file}:LEVEL", "is a int, not a class or a function that makes an environment"),
         ("{file}:NoStep", "has no method step; give it step(self, completion)"),
         ("{file}:TwoArguments", "reset(self, row, seed) cannot be called with one argument"),
         ("{file}:NeedsArguments", "cannot be made without arguments"),
+        ("{file}:NeedsArguments(widht=1)", "cannot be made with the arguments widht"),
+        ("{file}:NeedsArguments(1)", "1 has no name); write (name=value, ...) with plain values"),
+        ("gem:game:Nothing-v0", "Environment game:Nothing-v0 not found in registry"),
+        ("reasoning_gym:chain_sum(terms=2)", "unexpected keyword argument 'terms'"),
     ],
 )
 def test_what_is_no_environment_is_refused_in_a_sentence(

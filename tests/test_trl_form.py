@@ -15,7 +15,8 @@ import yaml
 from small_runs import CONFIG, completions, make_inputs, model_bits, rows, run, spread
 
 from mindgrpo import GRPOTrainer
-from mindgrpo.config import load_config, values_by_key
+from mindgrpo.config import Loaded, load_config, values_by_key
+from mindgrpo.environments.packages import ReasoningGym
 from mindgrpo.errors import UserError
 from mindgrpo.run.trl_arguments import with_arguments
 
@@ -60,6 +61,14 @@ def test_rows_in_memory_train_what_the_same_rows_in_a_file_train(tmp_path: Path)
         for each in (in_memory, from_file)
     ]
     assert drawn[0] == drawn[1]
+
+
+def test_an_environment_may_be_a_class_of_a_module() -> None:
+    found = with_arguments(None, None, None, None, environment=ReasoningGym)
+    expected = "mindgrpo.environments.packages:ReasoningGym"
+    assert isinstance(found, Loaded) and found.config.rl_config.environment == expected
+    with pytest.raises(UserError, match=r"write a class or function at the top of a module"):
+        with_arguments(None, None, None, None, environment=lambda: ReasoningGym("chain_sum"))
 
 
 def test_arguments_change_their_keys_of_a_loaded_configuration_and_no_other(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def data_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator[str]:
 
 
 def evaluation_contradictions(rl: RLConfig) -> Iterator[str]:
-    if rl.eval_steps and rl.eval_dataset_file is None:
+    if rl.eval_steps and rl.eval_dataset_file is None and not rl.uses_seeds:
         yield (
             f"rl_config.eval_steps is {rl.eval_steps}, but there is nothing to evaluate on; set "
             "rl_config.eval_dataset_file, or rl_config.eval_steps to 0"
@@ -139,7 +139,7 @@ def evaluation_contradictions(rl: RLConfig) -> Iterator[str]:
             f"rl_config.eval_num_generations is {rl.eval_num_generations}; set it to 1, or eval_temperature "
             "above 0 and add greedy to rl_config.eval_modes"
         )
-    if rl.save_ckpt_best and rl.eval_dataset_file is None:
+    if rl.save_ckpt_best and rl.eval_dataset_file is None and not rl.eval_steps:
         yield (
             f"rl_config.save_ckpt_best is '{rl.save_ckpt_best}', but which checkpoint is best is known from "
             "evaluations alone; set rl_config.eval_dataset_file, or save_ckpt_best to null"

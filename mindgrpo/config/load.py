@@ -121,8 +121,9 @@ def require_run_keys(
         if key not in needed and needed is not RUN_KEYS:
             continue
         elsewhere = rewards_in_code or loaded.config.rl_config.environment is not None
-        in_code = elsewhere and key.startswith("reward_config.")
-        if key in needed and not value and not in_code:
+        is_made = elsewhere and key.startswith("reward_config.")
+        is_made |= key == "rl_config.dataset_file" and loaded.config.rl_config.uses_seeds
+        if key in needed and not value and not is_made:
             missing.append(f"{key} ({needed[key]}) is not set")
         elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
             missing.append(f"{key} is still '{value}' ({loaded.origins[key]})")

@@ -82,7 +82,8 @@ class ConversationKeys(Section):
     """maximum number of tool calls per conversation; further calls are answered with an error; null: no limit"""
     environment: OptionalText = None
     """module:Class or file.py:Class with reset(row) and step(completion), which provides the prompt of each
-    conversation, responds to its turns and rewards them; null: no environment"""
+    conversation, responds to its turns and rewards them; or one of a package: reasoning_gym:TASK, gem:NAME or
+    textarena:NAME; arguments follow in brackets, (name=value, ...); null: no environment"""
     environment_deadline: float = Field(10.0, gt=0)
     """timeout of reset and step in seconds; an environment that takes longer is terminated, and its conversation ends
     as failed"""
@@ -137,11 +138,12 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
 
     dataset_file: OptionalText = None
     """training prompts and answers: a .jsonl, .json, .csv, .parquet, .arrow or .mindrecord file, or a directory of
-    Hugging Face datasets"""
+    Hugging Face datasets; null, with an environment only: rows whose column seed counts from 0 to 9999"""
     dataset_split: OptionalText = None
     """split to read if dataset_file is a directory; null: train, or the only split"""
     eval_dataset_file: OptionalText = None
-    """held-out prompts and answers for evaluations, in the formats of dataset_file; null: no evaluation"""
+    """held-out prompts and answers for evaluations, in the formats of dataset_file; null: no evaluation, but with
+    seeds in place of dataset_file those from 10000 to 10999"""
     eval_dataset_split: OptionalText = None
     """split to read if eval_dataset_file is a directory; null: validation or test, whichever exists, or the only
     split"""
@@ -278,6 +280,11 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
                 "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
             )
         return pairs
+
+    @property
+    def uses_seeds(self) -> bool:
+        """Whether rows are seeds, of which an environment makes its examples."""
+        return self.environment is not None and self.dataset_file is None
 
 
 class RewardConfig(Section):

@@ -78,6 +78,20 @@ class ListedRows:
             yield f"{self._path} row {number}", row
 
 
+class Seeds:
+    """Rows for environments that make their own examples: a column `seed` with each of a range of numbers."""
+
+    def __init__(self, seeds: range) -> None:
+        self._seeds = seeds
+
+    def __len__(self) -> int:
+        return len(self._seeds)
+
+    def read(self, start: int, stop: int) -> Iterator[Located]:
+        for seed in self._seeds[start:stop]:
+            yield f"seed {seed}", {"question": f"seed {seed}", "seed": seed}
+
+
 class JsonLines:
     """One object a line. Blank lines hold no row and are passed over."""
 

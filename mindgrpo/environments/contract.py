@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from mindgrpo.data.examples import message_of
+from mindgrpo.environments.packages import PACKAGES
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import BadResult, as_float
-from mindgrpo.user_code import Kind, import_named
+from mindgrpo.user_code import CALL, Kind, describe, import_named, read_arguments
 from mindgrpo.workers.protocol import CallFailure
 
 ENVIRONMENT = Kind("environment", "rl_config.environment")
@@ -20,28 +23,46 @@ MOST_LETTERS = 1 << 18
 OPENING_ROLES = ("system", "user", "assistant", "tool")
 STEP_ROLES = ("user", "tool")
 STEP_CONTRACT = "(messages, reward, done)"
+EXAMPLE, PARAMETERS = "gem:game:GuessTheNumber-v0-easy", "parameter=value, ..."
 
 Message = dict[str, str]
 
 
-def load_environment(text: str) -> type[Any]:
-    """Imports the user's module. Raises UserError."""
-    source, colon, name = text.strip().rpartition(":")
+def load_environment(text: str) -> Callable[[], Any]:
+    """Returns what makes an environment: a class or function of the user's, or of a package. Raises UserError.
+
+    `text` is package.module:Class, path/to/file.py:Class or, of PACKAGES, kind:name, each optionally followed by
+    `(argument=value, ...)`.
+    """
+    kind, _, name = text.strip().partition(":")
+    if kind in PACKAGES and name:
+        return _of_package(text, kind, name)
+    call, arguments = CALL.fullmatch(text.strip()), {}
+    target = text.strip()
+    if call:
+        target, arguments = (
+            call["name"],
+            read_arguments(ENVIRONMENT, call["arguments"], text),
+        )
+    source, colon, name = target.rpartition(":")
     if not (colon and source and name):
         raise UserError(
-            f"environment {text!r} does not name a class; write package.module:Class or path/to/file.py:Class in "
-            f"{ENVIRONMENT.key}"
+            f"environment {text!r} does not name a class; write package.module:Class or path/to/file.py:Class, or an "
+            f"environment of {', '.join(PACKAGES)}, such as {EXAMPLE}, in {ENVIRONMENT.key}"
         )
     made = import_named(ENVIRONMENT, text, source, name)
-    if not isinstance(made, type):
+    if not callable(made):
         raise UserError(
-            f"environment {text!r} is a {type(made).__name__}, not a class; correct {ENVIRONMENT.key}"
+            f"environment {text!r} is a {type(made).__name__}, not a class or a function that makes an environment; "
+            f"correct {ENVIRONMENT.key}"
         )
-    if not _takes(made, 0):
+    if not _takes(made, 0, arguments):
+        how = f"with the arguments {', '.join(arguments)}" if arguments else "without arguments"
         raise UserError(
-            f"environment {text!r} cannot be made without arguments; give the parameters of its __init__ defaults"
+            f"environment {text!r} cannot be made {how}; write ({PARAMETERS}) behind it in {ENVIRONMENT.key}, "
+            "or give the parameters defaults"
         )
-    for method, argument in METHODS.items():
+    for method, argument in METHODS.items() if isinstance(made, type) else ():
         function = vars(made).get(method) or getattr(made, method, None)
         if not callable(function):
             raise UserError(
@@ -52,13 +73,32 @@ def load_environment(text: str) -> type[Any]:
                 f"environment {text!r}: {method}{inspect.signature(function)} cannot be called with one argument; make "
                 f"it {method}(self, {argument})"
             )
-    return made
+    return partial(made, **arguments)
 
 
-def _takes(function: Any, count: int) -> bool:
-    """Returns whether the function can be called with `count` positional arguments."""
+def _of_package(text: str, kind: str, name: str) -> Callable[[], Any]:
+    """Makes the environment once, to see that it can be made; a conversation's process has a copy of it."""
+    made, distribution = PACKAGES[kind]
+    name, bracket, rest = name.partition("(")
+    arguments = read_arguments(ENVIRONMENT, bracket + rest, text) if bracket else {}
     try:
-        inspect.signature(function).bind(*[None] * count)
+        environment = made(name.strip(), **arguments)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"environment {text!r} needs the package {distribution}, and {error.name} is not installed; run "
+            f"`pip install 'mindgrpo[{kind}]'` or correct {ENVIRONMENT.key}"
+        ) from None
+    except Exception as error:  # the package's own
+        raise UserError(
+            f"environment {text!r} cannot be made: {describe(error)}; correct {ENVIRONMENT.key}"
+        ) from error
+    return lambda: environment
+
+
+def _takes(function: Any, count: int, arguments: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    """Returns whether the function can be called with `count` positional arguments and these by name."""
+    try:
+        inspect.signature(function).bind(*[None] * count, **arguments)
     except TypeError:
         return False
     except ValueError:  # it is written in C
@@ -109,8 +149,11 @@ class Observation:
 Result = Observation | CallFailure
 
 
-def opening_of(returned: object) -> Observation:
-    """Returns the messages that `reset` returned, as an Observation. Raises BadResult."""
+def opening_of(returned: Any) -> Observation:
+    """Returns the messages that `reset` returned, alone or as Gymnasium's (observation, info). Raises BadResult."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if is_pair and isinstance(returned[1], Mapping) and "role" not in returned[1]:
+        returned = returned[0]
     messages = checked_messages(returned, OPENING_ROLES)
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         raise BadResult("no messages that end with one of the user's")
@@ -118,7 +161,10 @@ def opening_of(returned: object) -> Observation:
 
 
 def step_of(returned: object) -> Observation:
-    """Returns what `step` returned, as an Observation. Raises BadResult."""
+    """Returns what `step` returned, its own form or Gymnasium's five values, as an Observation. Raises BadResult."""
+    if isinstance(returned, tuple) and len(returned) == 5:
+        messages, reward, terminated, truncated, _ = returned
+        returned = messages, reward, bool(terminated) or bool(truncated)
     if not isinstance(returned, tuple | list) or len(returned) != 3:
         raise BadResult(f"{_shown(returned)}, not {STEP_CONTRACT}")
     given_messages, reward, done = returned

@@ -6,9 +6,7 @@ Whatever goes wrong there is one sentence. A class is made into an object once a
 
 from __future__ import annotations
 
-import ast
 import functools
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +14,10 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
-from mindgrpo.user_code import Kind, describe, import_named, nearest
+from mindgrpo.user_code import CALL, Kind, describe, import_named, nearest, read_arguments
 
 WHERE = "reward_config.verifier_function"
 REWARD = Kind("reward function", WHERE)
-CALL = re.compile(r"(?P<name>(?:[^:]*:)?\s*[^\W\d]\w*)\s*(?P<arguments>\(.*\))", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,27 +42,13 @@ def parse(text: str) -> Spec:
     target, arguments = text.strip(), {}
     call = CALL.fullmatch(target)
     if call:
-        target, arguments = call["name"], read_arguments(call["arguments"], text)
+        target, arguments = call["name"], read_arguments(REWARD, call["arguments"], text)
     if target in BUILTINS:
         return Spec(text, "", target, arguments)
     source, colon, name = target.rpartition(":")
     if not (colon and source and name):
         raise unknown_name(target)
     return Spec(text, source, name, arguments)
-
-
-def read_arguments(written: str, text: str) -> dict[str, Any]:
-    try:
-        call = ast.parse(f"f{written}", mode="eval").body
-        assert isinstance(call, ast.Call)
-        if call.args:
-            raise ValueError(f"{ast.unparse(call.args[0])} has no name")
-        return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords if word.arg}
-    except (SyntaxError, ValueError, AssertionError) as error:
-        raise UserError(
-            f"reward function {text!r}: {written} cannot be read as arguments "
-            f"({getattr(error, 'msg', None) or error}); write (name=value, ...) with plain values in {WHERE}"
-        ) from None
 
 
 def reference_to(reward: Callable[..., Any]) -> Spec | None:

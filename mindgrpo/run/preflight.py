@@ -17,10 +17,12 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.prompts import PromptForm, PromptSet
+from mindgrpo.data.row_files import Seeds
 from mindgrpo.data.sources import (
     ALONE,
     FOR_EVALUATION,
     FOR_TRAINING,
+    Examples,
     Ranks,
     SplitChoice,
     open_examples,
@@ -47,6 +49,8 @@ from mindgrpo.rollout.vllm.settings import BLOCK_MULTIPLE
 from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]
+# Where an environment makes its examples; held-out ones are apart.
+SEEDS = {"dataset_file": range(10_000), "eval_dataset_file": range(10_000, 11_000)}
 
 
 @dataclass(frozen=True)
@@ -201,7 +205,7 @@ def held_out_prompts(
     config: Config, tokenizer: Tokenizer, ranks: Ranks, turns: Turns | None
 ) -> PromptSet | None:
     rl = config.rl_config
-    if not rl.eval_dataset_file:
+    if not rl.eval_dataset_file and not (rl.uses_seeds and rl.eval_steps):
         return None
     choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
     return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file")
@@ -348,13 +352,16 @@ def _prompts(
 ) -> PromptSet:
     rl, key = config.rl_config, f"rl_config.{name}"
     path: str | None = getattr(rl, name)
-    if not path:
+    rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
+    if path:
+        examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
+    elif rl.uses_seeds:
+        examples = Examples(Seeds(SEEDS[name]), RowForm())
+    else:
         raise UserError(
             f"{key} is not set; give a JSONL, JSON, CSV, Parquet or MindRecord file of questions and answers, or a "
             "directory of Hugging Face datasets."
         )
-    rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
-    examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     longest = config.generate_config.max_prompt_length
     schemas = () if turns is None else turns.schemas
     form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "", schemas)

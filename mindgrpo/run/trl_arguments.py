@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.config.names import suggestion
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
 from mindgrpo.errors import UserError
+from mindgrpo.rewards.load import reference_to
 
 Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
 
@@ -31,12 +32,13 @@ def with_arguments(
     train_dataset: str | Path | Rows | None,
     eval_dataset: str | Path | Rows | None,
     is_supervised: bool = False,
+    environment: str | Callable[..., Any] | None = None,
 ) -> Config | Loaded:
     """Returns the configuration with a model and data sets of its own, for GRPO or not. Raises UserError.
 
     A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
-    None has the defaults.
+    None has the defaults. `environment` is text as its key has it, or a class or function that a module holds.
     """
     if config is not None and not isinstance(config, Config | Loaded | Mapping):
         raise UserError(
@@ -57,6 +59,8 @@ def with_arguments(
             values[key] = str(_written(name, data[split]))
         elif data is not None:
             values[key] = str(_written(name, data))
+    if environment is not None:
+        values["rl_config.environment"] = _named(environment)
     has_form = isinstance(config, Loaded) and config.is_supervised
     if has_form and not is_supervised:
         raise UserError(
@@ -66,6 +70,19 @@ def with_arguments(
     if isinstance(config, Config | Loaded) and not values and has_form == is_supervised:
         return config
     return config_with(config, values, is_supervised)
+
+
+def _named(environment: str | Callable[..., Any]) -> str:
+    """Returns the text under which another process imports the environment."""
+    if isinstance(environment, str):
+        return environment
+    spec = reference_to(environment)
+    if spec is None:
+        raise UserError(
+            f"environment is {environment!r:.60}, but each conversation has a process of its own, which imports it; "
+            "write a class or function at the top of a module, or file.py:Class as text."
+        )
+    return spec.text
 
 
 def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:

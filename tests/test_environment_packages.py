@@ -1,0 +1,140 @@
+"""Environments of other packages, with the packages themselves: what they ask and reward, and runs on seeds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from small_runs import ONE_GRAPH, completions, make_inputs, model_bits, rows, run
+
+from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.environments.contract import Observation, Opening, load_environment
+from mindgrpo.environments.packages import PACKAGES
+from mindgrpo.environments.pool import EnvironmentPool
+from mindgrpo.errors import UserError
+from mindgrpo.workers.protocol import CallLimits
+
+SUM = "reasoning_gym:chain_sum(min_terms=2, max_terms=2)"
+GEM, TEXTARENA = "gem:game:GuessTheNumber-v0-easy", "textarena:GuessTheNumber-v0"
+STEPS = 3
+WORDS = (
+    *ONE_GRAPH,
+    *("--rl_config.dataset_file", "null", "--rl_config.eval_dataset_file", "null"),
+    *("--rl_config.max_steps", str(STEPS), "--rl_config.max_turns", "2"),
+    *("--rl_config.seq_length", "1024", "--generate_config.max_prompt_length", "960"),
+    *("--rl_config.dynamic_sampling", "false", "--reward_config.environment_weight", "2.0"),
+    *("--rl_config.save_ckpt_interval", "1", "--rl_config.save_max_ckpt_num", "null"),
+)
+
+
+def length(completions: Sequence[str]) -> list[float]:
+    """A reward beside the environment's, which a model that has learned nothing never gets."""
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> Iterator[EnvironmentPool]:
+    made = EnvironmentPool(request.param, CallLimits(60.0, 4 << 30))
+    yield made
+    made.close()
+
+
+def asked(pool: EnvironmentPool, sample: int, question: Opening | str) -> Observation:
+    answer = pool.ask({sample: question})[sample]
+    assert isinstance(answer, Observation), answer
+    return answer
+
+
+def question_of(pool: EnvironmentPool, sample: int, opening: Opening) -> str:
+    return asked(pool, sample, opening).messages[-1]["content"]
+
+
+@pytest.mark.parametrize("pool", [SUM, TEXTARENA, GEM], indirect=True)
+def test_examples_are_those_of_their_seeds(pool: EnvironmentPool) -> None:
+    seeded = [
+        Opening({"seed": 3}, "a"),
+        Opening({"seed": 3}, "b"),
+        Opening({}, "c"),
+        Opening({}, "c"),
+    ]
+    first, again, drawn, drawn_again = (
+        question_of(pool, sample, opening) for sample, opening in enumerate(seeded)
+    )
+    assert first == again and drawn == drawn_again
+    others = {question_of(pool, 10 + seed, Opening({"seed": seed}, "a")) for seed in range(6)}
+    # The rules of a game are the same for each number.
+    assert len(others) >= 5 or "game" in first.lower()
+
+
+@pytest.mark.parametrize("pool", [SUM], indirect=True)
+def test_a_right_answer_is_rewarded_with_and_without_tags(pool: EnvironmentPool) -> None:
+    for sample, form in enumerate(("{}", "So:\n<answer>{}</answer>", "{}0")):
+        question = question_of(pool, sample, Opening({"seed": sample}, ""))
+        terms = re.search(r"(\d+) ([+-]) (\d+) =", question)
+        assert terms is not None, question
+        left, sign, right = terms.groups()
+        total = int(left) + int(sign + right)
+        answer = asked(pool, sample, form.format(total))
+        assert answer.is_done and answer.messages == ()
+        assert (answer.reward == 1.0) == (form != "{}0"), question
+
+
+@pytest.mark.parametrize(
+    ("pool", "form", "most"),
+    [(GEM, "\\boxed{{{}}}", 10), (TEXTARENA, "[{}]", 20)],
+    indirect=["pool"],
+)
+def test_a_game_is_won_by_halving(pool: EnvironmentPool, form: str, most: int) -> None:
+    low, high = 1, most
+    asked(pool, 0, Opening({"seed": 5}, ""))
+    for _ in range(6):
+        guess = (low + high) // 2
+        answer = asked(pool, 0, form.format(guess))
+        if answer.is_done:
+            break
+        (message,) = answer.messages
+        assert f"{guess}" in message["content"] or "target number" in message["content"]
+        low, high = (guess + 1, high) if "higher" in message["content"] else (low, guess - 1)
+    assert answer.is_done and answer.reward == 1.0
+
+
+@pytest.mark.parametrize("text", [SUM, GEM, TEXTARENA])
+def test_a_run_on_seeds_that_is_resumed_is_the_one_that_never_ended(
+    text: str, tmp_path: Path
+) -> None:
+    make_inputs(tmp_path)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 1024}))
+    words = (*WORDS, "--rl_config.environment", text)
+    whole, again = run(tmp_path, tmp_path / "run", *words, reward=length), tmp_path / "again"
+    if text == SUM:
+        import reasoning_gym
+
+        sums = reasoning_gym.create_dataset("chain_sum", seed=0, min_terms=2, max_terms=2)
+        held_out = [json.loads(line) for line in (whole / "eval_completions.jsonl").open()]
+        for number in range(3):
+            question = sums[10_000 + number]["question"]
+            assert any(question in row["prompt"] for row in held_out)
+        assert not {row["prompt"] for row in held_out} & {
+            json.loads(line)["prompt"] for line in completions(whole)
+        }
+    shutil.copytree(whole, again)
+    for step in (2, 3):
+        shutil.rmtree(folder_of(again, step))
+    run(tmp_path, again, "--resume_training", *words, reward=length)
+    assert completions(again) == completions(whole)
+    assert rows(again) == rows(whole)
+    assert model_bits(again) == model_bits(whole)
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, (_, distribution) in PACKAGES.items():
+        monkeypatch.setitem(__import__("sys").modules, kind, None)
+        with pytest.raises(
+            UserError, match=rf"needs the package {distribution}.*mindgrpo\[{kind}\]"
+        ):
+            load_environment(f"{kind}:name")
