@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,11 +30,13 @@ from mindgrpo.backend.kernels.rollout import (
     KVCacheLayout,
     LayerWeights,
     LocalExperts,
+    LocalLatents,
     LocalModelShape,
     Memory,
     TokenWeights,
 )
 from mindgrpo.backend.kernels.shapes import Heads, Routing, SamplingParams, Vocabulary
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -326,6 +330,89 @@ def test_what_is_drawn_is_written_within_what_was_given(rows: int, tp_size: int)
     keys = sample_keys(0, ROLLOUT, 0, range(rows))
     tokens, _, _ = ranks.draw(logits, keys, [np.ones(1, np.int32)] * rows)
     assert (np.argsort(-logits)[:, :5] == tokens[:, None]).any(1).all()
+
+
+def of_latents(query_rank: int, is_interleaved: bool) -> LocalModelShape:
+    """Two layers, of which the second has experts, one of them for all tokens."""
+    latents = LocalLatents(6, query_rank, 5, 4, 4, is_interleaved, 1e-6)
+    experts = LocalExperts(ROUTING, 0, ROUTING.num_experts, 7, (1,), shared_inner=5)
+    shape = LocalModelShape(2, 10, 9, Heads(3, 1, 10), Vocabulary(0, 23, 23), 1e-6, 1, 0)
+    return replace(shape, experts=experts, latents=latents)
+
+
+def latent_layer(rng: Generator, shape: LocalModelShape, has_experts: bool) -> LayerWeights:
+    def matrix(*extents: int) -> np.ndarray:
+        return floats(rng, *extents) / np.float32(extents[-2] ** 0.5)
+
+    hidden, latents, heads = shape.hidden, shape.latents, shape.heads.queries
+    count, inner = ROUTING.num_experts, 7 if has_experts else 9
+    each = (count,) if has_experts else ()
+    queries, queried = latents.query_width(heads), bool(latents.query_rank)
+    return LayerWeights(
+        norm=floats(rng, hidden),
+        qkv=matrix(hidden, latents.down_width(heads)),
+        bias=None,
+        q_norm=None,
+        k_norm=None,
+        out=matrix(heads * latents.value, hidden),
+        out_bias=None,
+        norm_mlp=floats(rng, hidden),
+        gate_up=matrix(*each, hidden, 2 * inner),
+        down=matrix(*each, inner, hidden),
+        router=matrix(hidden, count) if has_experts else None,
+        router_bias=floats(rng, count) if has_experts else None,
+        shared_gate_up=matrix(hidden, 10) if has_experts else None,
+        shared_down=matrix(5, hidden) if has_experts else None,
+        latent_norm=floats(rng, latents.rank),
+        query_norm=floats(rng, latents.query_rank) if queried else None,
+        query_up=matrix(latents.query_rank, queries) if queried else None,
+        latent_up=matrix(latents.rank, heads * (latents.still + latents.value)),
+    )
+
+
+def likeliest(
+    shape: LocalModelShape, weights: tuple[list[LayerWeights], TokenWeights], prompts: list[Any]
+) -> GenerationBatch:
+    """Four tokens behind each prompt, in memory of exactly the size that they are said to need."""
+    rows, room = len(prompts), KVCacheConfig(len(prompts), 1, None, 16, 4)
+    sizes = KVCacheSizes.of(room, shape, False)
+    beside = [np.zeros(size, np.float32) for size in (sizes.scratch, sizes.inputs, sizes.starts)]
+    memory = Memory(np.zeros(sizes.cache, np.float32), *beside, np.zeros(0, np.float32))
+    greedy, angles = SamplingParams(temperature=0.0, max_tokens=4), np.arange(20.0)[:, None]
+    turned = angles * np.array([0, 0, 0, 1, 0.1] * 2)
+    rotary = np.concatenate([np.cos(turned), np.sin(turned)], 1).astype(np.float32)
+    slots = Slots(shape, greedy, rotary, rows, room.prompt_rows, memory)
+    slots.take_weights(*weights)
+    job = GenerationBatch.of(
+        prompts, range(rows), [4] * rows, np.zeros(rows, np.uint64), records_routes=True
+    )
+    slots.start(job, room.partition([len(prompt) for prompt in prompts], [1] * rows, 4))
+    for row, prompt in enumerate(prompts):
+        prefixes = np.full(len(prompt) - 1, row, np.int32)
+        seen, start = np.arange(1, len(prompt), dtype=np.int32), np.array([row], np.int32)
+        slots.fill(prompt[:-1], prefixes, seen, start[:0])
+        slots.fill(prompt[-1:], prefixes[:0], seen[:0], start)
+        slots.enqueue(row, row)
+    while slots.decode(1):
+        pass
+    return job
+
+
+@pytest.mark.parametrize(("query_rank", "is_interleaved"), [(0, False), (7, True)])
+@pytest.mark.parametrize("rows", ROWS)
+def test_latents_that_a_slot_keeps_are_those_of_the_same_tokens_in_a_prompt(
+    rows: int, query_rank: int, is_interleaved: bool
+) -> None:
+    rng, shape = default_rng(rows), of_latents(query_rank, is_interleaved)
+    layers = [latent_layer(rng, shape, has_experts) for has_experts in (False, True)]
+    table = floats(rng, 23, shape.hidden)
+    weights = layers, TokenWeights(floats(rng, shape.hidden), table, table)
+    prompts = [rng.integers(0, 23, 2 + i % 12).astype(np.int32) for i in range(rows)]
+    whole = likeliest(shape, weights, prompts)
+    further = [np.concatenate([p, own[:2]]) for p, own in zip(prompts, whole.tokens, strict=True)]
+    again = likeliest(shape, weights, further)
+    np.testing.assert_array_equal(again.tokens[:, :2], whole.tokens[:, 2:])
+    np.testing.assert_allclose(again.logps[:, :2], whole.logps[:, 2:], rtol=0, atol=1e-5)
 
 
 def test_every_call_of_a_rollout_that_is_not_as_declared_is_refused() -> None:
