@@ -154,8 +154,10 @@ def test_without_the_library_a_graph_sums_through_python() -> None:
 
         def barrier(self) -> None: ...
 
-        def _gather_bytes(self, mine: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
-            return [mine]
+        def _take_bytes(
+            self, mine: np.ndarray, sizes: np.ndarray, begins: np.ndarray, ends: np.ndarray
+        ) -> list[np.ndarray]:
+            return [mine[begins[0] : ends[0]]]
 
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     found = CpuBackend({}).graph(PythonSum(Doubling()), "sum")(Tensor(x))

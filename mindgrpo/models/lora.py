@@ -204,26 +204,31 @@ class LowRankLinear(nn.Cell):
         self.is_merged = merging is not None
         self.value = _Value()
 
-    def construct(self, x: Any, *rows: Any) -> Any:
-        added = self.base(x, *rows) + self.added(x, *rows)
+    def construct(self, x: Any, rows: Any = None) -> Any:
+        added = self.base(x, rows) + self.added(x, rows)
         if self.is_merged:
             # Gradients are those of base and adapters, so that no layer keeps its merged matrix for them.
-            product = self.base.product(x, self.merged(x), *rows)
+            product = self.base.product(x, self.merged(x), rows)
             return self.value(ops.stop_gradient(product), added)
         return added
 
-    def added(self, x: Any, *rows: Any) -> Any:
+    def multiply(self, x: Any, matrix: Any, rows: Any) -> Any:
+        if rows is None:
+            return self.matmul(x, matrix)
+        return self.matmul(x, matrix, rows)
+
+    def added(self, x: Any, rows: Any) -> Any:
         """Computes scale * (x A) B."""
         # Adapters are float32, and multiplied in x's dtype.
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
-        low = self.matmul(x, a, *rows) * self.scale
+        low = self.multiply(x, a, rows) * self.scale
         columns = []
         number, column = 0, 0
         for i in range(len(self.widths)):
             width = self.widths[i]
             if self.adapted[i]:
                 own = low[:, number * self.rank : (number + 1) * self.rank]
-                columns.append(self.matmul(own, b[..., column : column + width], *rows))
+                columns.append(self.multiply(own, b[..., column : column + width], rows))
                 number += 1
                 column += width
             else:

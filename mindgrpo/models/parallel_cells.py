@@ -237,12 +237,15 @@ class Linear(nn.Cell):
         self.weight = weight
         self.matmul, self.exact = matmul, exact
 
-    def construct(self, x: Any, *rows: Any) -> Any:
-        return self.product(x, self.weight, *rows)
+    # Not `*rows`: of what takes any number of arguments MindSpore computes nothing again.
+    def construct(self, x: Any, rows: Any = None) -> Any:
+        return self.product(x, self.weight, rows)
 
-    def product(self, x: Any, weight: Any, *rows: Any) -> Any:
+    def product(self, x: Any, weight: Any, rows: Any = None) -> Any:
         """Computes the same with another weight."""
-        return self.matmul(x, self.exact(weight), *rows)
+        if rows is None:
+            return self.matmul(x, self.exact(weight))
+        return self.matmul(x, self.exact(weight), rows)
 
 
 class BiasedLinear(nn.Cell):
