@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small_generators import GROUP, MAX_PROMPT, MAX_TOKENS, ROW, SETTINGS, VERSION, requests_of, run
+from small_mixtures import LATENTS, MIXTURES
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Request, Rollout, Sample
@@ -112,12 +113,7 @@ VARIANTS: dict[tuple[str, ...], Variant] = {
             "defaults": FAMILIES["deepseek_v3"].defaults,
         },
         {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
+            **LATENTS,
             **OF_GROUPS,
         },
         in_loop=True,
@@ -230,14 +226,7 @@ def test_the_decode_loop_says_what_it_lacks_in_one_sentence(
     ],
 )
 def test_which_families_the_decode_loop_computes(family: str, in_loop: bool) -> None:
-    of_experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    of_experts = {k: v for k, v in MIXTURES["qwen3_moe"].items() if k != "head_dim"}
     if family == "deepseek_v3":
         of_experts = VARIANTS["experts", "has_latents"].raw
     config = decoder_config(RAW | of_experts | {"model_type": family}, "here")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import small_runs
 from small_generators import WITH_AVX512, WITH_C
+from small_mixtures import MIXTURES
 from test_memory_account import plan_of
 
 from mindgrpo.cli.verbs import main
@@ -32,39 +33,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["--actor_config.lora.rank", "2"],
     ),
     "deepseek_v3": (
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 6,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 8,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_group": 2,
-            "topk_group": 2,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 1.5,
-            "norm_topk_prob": True,
-            "first_k_dense_replace": 0,
-        },
+        MIXTURES["deepseek_v3"],
         ["--rl_config.moe_router_bias_update_rate", "0.05"],
     ),
-    "mixtral": (
-        {"num_local_experts": 4, "num_experts_per_tok": 2},
-        ["--actor_config.lora.rank", "2"],
-    ),
+    "mixtral": (MIXTURES["mixtral"], ["--actor_config.lora.rank", "2"]),
     "qwen3_moe": (
-        {
-            "head_dim": 8,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
+        MIXTURES["qwen3_moe"],
         [
             *("--actor_config.recompute_config.select_recompute", "[mlp]"),
             *("--rl_config.num_iterations", "2"),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from small_mixtures import MIXTURES
 from test_update import CONFIG, LAYOUT, RAW, SETTINGS, batch, one_update
 
 from mindgrpo.algorithm import losses
@@ -46,40 +47,11 @@ from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.pretrained import fill_random
 
 # One layer with experts, of latents behind a dense one.
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "num_hidden_layers": 2,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "n_group": 2,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-    },
-}
+BEHIND_DENSE = {"deepseek_v3": {"num_hidden_layers": 2, "first_k_dense_replace": 1}}
 
 
 def raw_of(family: str) -> dict[str, Any]:
-    return RAW | {"model_type": family, **EXPERTS[family]}
+    return RAW | MIXTURES[family] | {"model_type": family} | BEHIND_DENSE.get(family, {})
 
 
 def policy_with(
@@ -232,7 +204,7 @@ def test_experts_with_adapters_are_the_merged_ones_bit_for_bit_and_have_their_gr
     assert_chain_rule(adapted, whole)
 
 
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", MIXTURES)
 def test_files_hold_adapters_of_each_expert_and_the_model_that_they_make(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

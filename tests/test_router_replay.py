@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import small_runs
 from small_generators import GROUP, KERNELS, MAX_PROMPT, MAX_TOKENS, VOCAB, WITH_C, kernels_named
+from small_mixtures import LATENTS
 from test_families_in_runs import FAMILIES
 from test_partial_runs import PARTIAL, SAVED, SMALL_CHUNKS
 
@@ -85,12 +86,7 @@ DEEPSEEK = decoder_config(
         "intermediate_size": 48,
         "num_hidden_layers": LAYERS + 1,
         "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 10,
-        "qk_nope_head_dim": 6,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 8,
+        **LATENTS,
         "n_routed_experts": 8,
         "num_experts_per_tok": CHOSEN,
         "moe_intermediate_size": 24,
