@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the kernel tests with a library that AddressSanitizer and UndefinedBehaviorSanitizer watch.
-# Further arguments go to pytest in place of the tests' file, e.g. tests/test_kernels.py tests/test_slots.py.
+# Further arguments go to pytest in place of the tests' files, e.g. tests/test_kernels.py tests/test_slots.py.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,5 +19,5 @@ export MINDGRPO_NATIVE_FLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,
 "$python" -c "from mindgrpo.backend.kernels.native.library import build; build()"
 # Python and MindSpore keep memory to the end on purpose: what leaks is not asked for.
 export ASAN_OPTIONS="detect_leaks=0:${ASAN_OPTIONS:-}"
-[ $# -gt 0 ] || set -- tests/test_kernel_calls.py
+[ $# -gt 0 ] || set -- tests/test_kernel_calls.py tests/test_rollout_calls.py
 LD_PRELOAD="$address $undefined" exec "$python" -m pytest -q -p no:cacheprovider --capture=sys "$@"

@@ -1,15 +1,16 @@
 """Calls of the C kernels with random shapes and values, and what numpy makes of the same inputs in float64.
 
-For tests/test_kernel_calls.py, which also runs under AddressSanitizer (scripts/sanitize.sh): every array has exactly
-the elements that the kernel is told of.
+For tests/test_kernel_calls.py and test_rollout_calls.py, which also run under AddressSanitizer (scripts/sanitize.sh):
+every array has exactly the elements that the kernel is told of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
 from mindgrpo.backend.dtypes import numpy_dtype, packed_bytes
 from mindgrpo.backend.kernels.native.library import call_kernel, has_bfloat16
@@ -373,3 +374,19 @@ CALLS: dict[str, Callable[[np.random.Generator], KernelCall]] = {
         *(PRODUCTS if has_bfloat16() else ()),
     )
 }
+
+
+def wrong_calls(arrays: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """One tensor too few and too many, and each tensor with another dtype and with a dim more."""
+    yield arrays[:-1]
+    yield [*arrays, one(0)]
+    for index, array in enumerate(arrays):
+        # Some tensors may be either of the two kinds of floats.
+        other = np.int32 if array.dtype.name in ("float32", "bfloat16") else np.float32
+        for wrong in (array.astype(other), array[None]):
+            yield [*arrays[:index], wrong, *arrays[index + 1 :]]
+
+
+def assert_refused(symbol: str, arrays: list[np.ndarray], match: str = "") -> None:
+    with pytest.raises(RuntimeError, match=f"^kernel {symbol}: .*{match}"):
+        call_kernel(symbol, *arrays)
