@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_mixtures import MIXTURES
 from small_runs import (
     EVAL_SAMPLES,
     MODEL,
@@ -27,7 +28,6 @@ from small_runs import (
     run,
     spread,
 )
-from test_lora import EXPERTS
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.checkpoint.format import read_manifest
@@ -246,7 +246,7 @@ def test_adapters_go_on_over_the_same_base_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of attention and of experts."""
-    for key, value in {"model_type": "qwen3_moe", **EXPERTS["qwen3_moe"]}.items():
+    for key, value in {"model_type": "qwen3_moe", **MIXTURES["qwen3_moe"]}.items():
         monkeypatch.setitem(MODEL, key, value)
     inputs = tmp_path / "inputs"
     make_inputs(inputs)
