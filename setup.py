@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+# What `mindgrpo example` copies. Scripts and clusters' files need a clone.
+SHIPPED = ("examples", "model_configs")
+NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.sh", "cluster")
+MADE = ROOT / "examples" / "grpo" / "smollm2_sums" / "model"
+
+
+class BuildWithExamples(build_py):
+    """Adds the examples, which are outside of the package; an editable install finds them in its clone."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for name in SHIPPED:
+            target = Path(self.build_lib) / "mindgrpo" / "shipped" / name
+            shutil.copytree(ROOT / name, target, ignore=not_shipped, dirs_exist_ok=True)
+
+
+def not_shipped(folder: str, names: list[str]) -> set[str]:
+    return {*NOT_SHIPPED(folder, names), *({MADE.name} if Path(folder) == MADE.parent else ())}
 
 
 def read_version() -> str:
@@ -71,7 +93,7 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest",
         "pytest-xdist",
-        "setuptools>=61",  # builds the wheel that a test installs
+        "setuptools>=64",  # builds the wheel that a test installs
         "wheel",
         "ruff",
         "mypy",
@@ -91,6 +113,7 @@ EXTRAS_REQUIRE = {
 
 setup(
     name="mindgrpo",
+    cmdclass={"build_py": BuildWithExamples},
     version=read_version(),
     description="GRPO training with MindSpore, the same under every layout",
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
@@ -100,6 +123,7 @@ setup(
     packages=find_packages(include=["mindgrpo", "mindgrpo.*"]),
     package_data={
         "mindgrpo": [
+            "py.typed",
             "backend/kernels/native/*.[ch]",
             "rollout/vllm/*.txt",
             # The page's sources, and what is inlined into it with its licence.

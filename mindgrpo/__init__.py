@@ -14,7 +14,7 @@ from mindgrpo.errors import UserError, end_programs_without_traceback
 # MindSpore 2.9.0 does not import after another library has loaded protobuf's C implementation, as tensorboardX does.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["GRPOTrainer", "SFTTrainer", "UserError", "__version__", "load_config"]
 MODULES = {
     "GRPOTrainer": "mindgrpo.trainer",

@@ -1,7 +1,8 @@
 """The wheel alone, in an environment of its own: `mindgrpo launch` starts ranks, and trains, from any folder.
 
-MindSpore and the other requirements are seen through the environment that runs the tests, so that nothing is
-downloaded. Does not prove that pip finds versions of them that fit.
+The source distribution builds the same wheel, and the wheel has the examples. MindSpore and the other requirements are
+seen through the environment that runs the tests, so that nothing is downloaded. Does not prove that pip finds versions
+of them that fit.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 import small_runs
 import yaml
 from report_runs import make_run
+
+from mindgrpo import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -32,6 +36,27 @@ MY_MAIN = """
 import sys
 from mindgrpo import GRPOTrainer, load_config
 GRPOTrainer(load_config("my.yaml", sys.argv[1:])).train()
+"""
+SOURCES = (
+    *("mindgrpo", "examples", "model_configs", "setup.py", "pyproject.toml", "MANIFEST.in"),
+    *("README.md", "README_CN.md", "CHANGELOG.md", "LICENSE", "NOTICE"),
+)
+# Copies all examples, and checks what they print where the model is bundled.
+RUN_EXAMPLES = """
+import contextlib, io, shlex
+from mindgrpo.cli.verbs import main
+
+def shown(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        assert main(words) == 0
+    return text.getvalue()
+
+for name in [line.split()[0] for line in shown("example").splitlines()[1:]]:
+    command = shown("example", name).splitlines()[-1]
+    print(name, command, sep="\\t")
+    words = shlex.split(command)
+    if words[:2] == ["mindgrpo", "launch"] and not {"MODEL", "YOUR.yaml"} & {*words}:
+        print(shown("check", *words[2:]))
 """
 SHORT = (*small_runs.ONE_GRAPH, "--rl_config.max_steps", "1", "--output_dir", "out")
 
@@ -54,24 +79,80 @@ def run(*command: str | Path, **more: str | Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The environment's folder."""
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Returns the wheel of a clone, and that of its source distribution."""
     folder = tmp_path_factory.mktemp("wheel")
-    source, venv = folder / "source", folder / "venv"
-    ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "mindgrpo", source / "mindgrpo", ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
+    source, unpacked = folder / "source", folder / "unpacked"
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for path in (ROOT / name for name in SOURCES):
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, source / path.name, **({"ignore": ignored} if path.is_dir() else {}))
+    # What a run of the example leaves behind.
+    made = source / "examples" / "grpo" / "smollm2_sums" / "model"
+    made.mkdir(exist_ok=True)
+    (made / "model.safetensors").touch()
+    build = "import sys; from setuptools import build_meta; build_meta.build_%s(sys.argv[1])"
+    run(sys.executable, "-c", build % "sdist", folder, cwd=source)
+    (archive,) = folder.glob("mindgrpo-*.tar.gz")
+    shutil.unpack_archive(archive, unpacked, filter="data")
+    built = []
+    for name, tree in (("clone", source), ("sdist", *unpacked.iterdir())):
+        (folder / name).mkdir()
+        run(sys.executable, "-c", build % "wheel", folder / name, cwd=tree)
+        built += (folder / name).iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment's folder."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    alone = ("--no-deps", "--no-index")
-    run(*pip, "wheel", "--no-build-isolation", *alone, "--wheel-dir", folder, source)
-    (wheel,) = folder.glob("*.whl")
     run(sys.executable, "-m", "venv", "--without-pip", venv)
-    run(*pip, "--python", venv / "bin" / "python", "install", *alone, wheel)
+    python = venv / "bin" / "python"
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheels[1])
     (packages,) = venv.glob("lib/python*/site-packages")
     # What is seen through this line comes after what is installed here.
     (packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return venv
+
+
+def test_the_source_distribution_builds_the_clone_s_wheel(wheels: list[Path]) -> None:
+    of_clone, of_sdist = (
+        {name: archive.read(name) for name in archive.namelist()}
+        for archive in map(zipfile.ZipFile, wheels)
+    )
+    assert of_clone.keys() == of_sdist.keys()
+    assert of_clone == of_sdist
+    assert "mindgrpo/py.typed" in of_clone
+    assert wheels[0].name == f"mindgrpo-{__version__}-py3-none-any.whl"
+    assert not [name for name in of_clone if "smollm2_sums/model" in name or name.endswith(".sh")]
+
+
+def test_each_example_of_an_installed_wheel_passes_the_check_of_the_command_that_it_prints(
+    installed: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run.py").write_text(RUN_EXAMPLES)
+    shown = run(installed / "bin" / "python", "run.py", cwd=tmp_path, env=outside())
+    commands = dict(line.split("\t") for line in shown.splitlines() if "\t" in line)
+    names = {path.parent.name for path in ROOT.glob("examples/*/*/grpo_config.yaml")}
+    assert commands.keys() == names | {"recipes"}
+    checked = {line.split()[0] for line in shown.splitlines() if line.endswith(" can run:")}
+    bundled = ("tiny_arithmetic", "tiny_moe", "calculator")
+    assert checked == {f"examples/grpo/{name}/grpo_config.yaml" for name in bundled}
+    others = {name: text for name, text in commands.items() if name not in bundled}
+    for name, text in others.items():
+        making = "make_model.py" in text and (tmp_path / text.split()[5]).is_file()
+        assert making or "--actor_config.load MODEL" in text or name == "recipes", text
+    # The layouts of the files.
+    assert "--ranks 8" in commands["tiny_moe"] and "--ranks 1 " in commands["calculator"]
+    # Nothing is overwritten.
+    config = tmp_path / "examples/grpo/calculator/grpo_config.yaml"
+    config.write_text("mine")
+    again = (installed / "bin" / "mindgrpo", "example", "calculator")
+    ended = subprocess.run(list(map(str, again)), cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and "differs from the example's" in ended.stderr
+    assert config.read_text() == "mine"
 
 
 def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_path: Path) -> None:

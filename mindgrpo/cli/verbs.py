@@ -49,6 +49,8 @@ USAGE = {
     "config": """\
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
           | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them""",
+    "example": """\
+  example [NAME]                                     an example into the present folder, with the command to run it""",
     "doctor": """\
   doctor                                             what this machine lacks, with remedies
   doctor  --device [--ranks N] [--only RUNG,...]     ... and its devices, up to the first rung that fails: versions,
