@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from data_sets import questions, read_rows, write_lines, write_parquet
 
-from mindgrpo.data.examples import RowForm, gold_answer, parse_key_map
+from mindgrpo.data.examples import RowForm, gold_answer, parse_key_map, with_verl_answer
 from mindgrpo.data.sources import open_examples
 from mindgrpo.errors import UserError
 
@@ -85,17 +85,19 @@ def test_key_maps_rename_reach_inside_and_lose_nothing(tmp_path: Path) -> None:
         {"question": "a", "answer": "", "original_answer": "b", "x": "#### c"}
     ]
     verl = write_parquet(tmp_path / "verl.parquet", [VERL])
-    example = open_examples(
-        verl, RowForm(None, parse_key_map(["question=prompt", "answer=reward_model.ground_truth"]))
-    )[0]
-    assert [dict(message) for message in example.messages] == VERL["prompt"]
-    assert (example.question, example.answer) == ("q", "7")
-    assert example.columns == {
-        "data_source": "math",
-        "reward_model": VERL["reward_model"],
-        "original_answer": "long",
-        "messages": VERL["prompt"],
-    }
+    # verl's form is known without a map.
+    for pairs in (["question=prompt", "answer=reward_model.ground_truth"], ["question=prompt"], []):
+        example = open_examples(verl, RowForm(None, parse_key_map(pairs)))[0]
+        assert [dict(message) for message in example.messages] == VERL["prompt"]
+        assert (example.question, example.answer) == ("q", "7")
+        assert example.columns == {
+            "data_source": "math",
+            "reward_model": VERL["reward_model"],
+            "original_answer": "long",
+            "messages": VERL["prompt"],
+        }
+    several = VERL | {"reward_model": {"ground_truth": ["7", "seven"]}}
+    assert with_verl_answer(several)["answer"] == '["7", "seven"]'
     with pytest.raises(
         UserError, match="has no 'reward_model.truth', its keys are data_source, prompt"
     ):

@@ -153,16 +153,23 @@ def test_all_that_a_row_lacks_is_named_at_once(
     assert check(tmp_path, path, "--verifier_function", "accuracy_reward", *keys) == 0
 
 
-def test_verls_gold_answer_is_found_for_the_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+VERL_REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert (data_source, ground_truth) == ("sums", ["2"]) and extra_info == {"index": 5}, data_source
+    return {"score": 1.0, "acc": True}
+"""
+
+
+def test_verls_rows_and_reward_need_neither_map_nor_wrapper(tmp_path: Path) -> None:
     asked = [{"role": "user", "content": "1+1?"}]
-    row = {"data_source": "sums", "prompt": asked, "reward_model": {"ground_truth": "2"}}
-    path = write_parquet(tmp_path / "verl.parquet", [row])
-    assert check(tmp_path, path, "--verifier_function", "accuracy_reward") == 2
-    assert "with answer=reward_model.ground_truth in" in capsys.readouterr().err
-    keys = ["--rl_config.dataset_map_keys", "answer=reward_model.ground_truth"]
-    assert check(tmp_path, path, "--verifier_function", "accuracy_reward", *keys) == 0
+    gold = {"reward_model": {"style": "rule", "ground_truth": ["2"]}, "extra_info": {"index": 5}}
+    path = write_parquet(
+        tmp_path / "verl.parquet", [{"data_source": "sums", "prompt": asked} | gold]
+    )
+    (tmp_path / "verl_reward.py").write_text(VERL_REWARD)
+    assert check(tmp_path, path, "--verifier_function", "accuracy_reward") == 0
+    reward = f"{tmp_path}/verl_reward.py:compute_score"
+    assert check(tmp_path, path, "--verifier_function", reward) == 0
 
 
 def levels(completions: Sequence[str], level: Any, source: Any) -> list[float]:

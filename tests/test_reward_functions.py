@@ -300,3 +300,63 @@ def test_impossible_scorers_are_refused(
 ) -> None:
     with pytest.raises(UserError, match=said):
         scorer(*functions, weights=weights)
+
+
+VERL_FORMS: dict[str, Any] = {}
+
+
+def verl_form(function: Any) -> Any:
+    VERL_FORMS[function.__name__] = function
+    return function
+
+
+@verl_form
+def a_number(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+    return len(data_source) + (solution_str == ground_truth)
+
+
+@verl_form
+def a_dict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
+    return {"score": a_number(data_source, solution_str, ground_truth), "acc": extra_info}
+
+
+@verl_form
+def few_arguments(solution_str: str, ground_truth: str, method: str = "strict") -> Any:
+    assert method == "strict"
+    return 4 + (solution_str == ground_truth)
+
+
+@verl_form
+async def a_coroutine(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> Any:
+    return {"score": a_number(data_source, solution_str, ground_truth)}
+
+
+@pytest.mark.parametrize("form", VERL_FORMS)
+def test_a_function_in_verls_form_scores_like_a_reward(scorer: Any, form: str) -> None:
+    columns = {"data_source": ["sums", "gsm8k"]}
+    scores = scorer(VERL_FORMS[form]).score(["42", "7"], ["42", "8"], columns)
+    assert scores.errors == {form: 0}, scores.messages
+    np.testing.assert_array_equal(scores.total, [5, 4 if form == "few_arguments" else 5])
+
+
+def test_what_a_function_in_verls_form_does_wrong_costs_its_sample(scorer: Any) -> None:
+    def raises(solution_str: str, ground_truth: str) -> float:
+        return 1 / len(solution_str)
+
+    def other(solution_str: str, ground_truth: str) -> dict[str, float]:
+        return {"acc": 1.0}
+
+    scores = scorer(raises, other).score(["", "ab"], ["", ""], {})
+    np.testing.assert_array_equal(scores.per_function["raises"], [math.nan, 0.5])
+    with pytest.raises(UserError, match="other returned a dict without 'score' .its keys are acc"):
+        scorer(other).dry_run(["a", "b"], ["", ""], {})
+    with pytest.raises(UserError, match="a_number wants 'data_source', which the data does not"):
+        scorer(a_number).dry_run(["a", "b"], ["", ""], {})
+
+
+def test_a_reward_for_conversations_is_told_that_completions_are_texts(scorer: Any) -> None:
+    def brief(completions: Any, **_: object) -> list[float]:
+        return [float(len(completion[0]["content"]) < 9) for completion in completions]
+
+    with pytest.raises(UserError, match="completions are texts here: write completion for"):
+        scorer(brief).dry_run(["a", "b"], ["", ""], {})

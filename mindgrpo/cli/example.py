@@ -19,8 +19,7 @@ from mindgrpo.user_code import PACKAGE, nearest
 
 # In a wheel, where setup.py puts the files, and in a clone.
 SOURCES = (PACKAGE / "shipped", PACKAGE.parent)
-KINDS, RECIPES = ("examples/grpo", "examples/ascend"), "examples/recipes"
-CONFIG, MAKE_MODEL = "grpo_config.yaml", "make_model.py"
+RECIPES, CONFIG, MAKE_MODEL = "examples/recipes", "grpo_config.yaml", "make_model.py"
 # Of values that have to be set, and what the printed command says in their place.
 PLACEHOLDER = "/path/"
 WORDS = {"actor_config.load": "MODEL", "rl_config.dataset_file": "DATA"}
@@ -31,34 +30,36 @@ def main(argv: Sequence[str]) -> None:
     source = next((path for path in SOURCES if (path / RECIPES).is_dir()), None)
     if source is None:
         raise UserError(f"{PACKAGE} came without its examples; install mindgrpo's wheel again.")
-    configs = [path for kind in KINDS for path in sorted(source.glob(f"{kind}/*/{CONFIG}"))]
-    found = {path.parent.name: path.parent for path in configs}
-    found[Path(RECIPES).name] = source / RECIPES
+    configs = sorted(
+        source.glob(f"examples/*/*/{CONFIG}"), key=lambda path: (path.parts[-3] != "grpo", path)
+    )
+    examples = {path.parent.name: path.parent for path in configs}
+    examples[Path(RECIPES).name] = source / RECIPES
     if not argv:
-        print(listing(found))
+        print(listing(examples))
         return
     name = argv[0]
-    if len(argv) > 1 or name not in found:
+    if len(argv) > 1 or name not in examples:
         raise UserError(
-            f"example takes one name of {', '.join(found)}, but was given '{' '.join(argv)}'"
-            f"{nearest(name, found)}; write mindgrpo example {next(iter(found))}."
+            f"example takes one name of {', '.join(examples)}, but was given '{' '.join(argv)}'"
+            f"{nearest(name, examples)}; mindgrpo example lists them."
         )
-    for path in files_of(found[name], source):
+    for path in files_of(examples[name], source):
         copy(path, Path(path.relative_to(source)))
-    folder = found[name].relative_to(source)
+    folder = examples[name].relative_to(source)
     print(f"{folder} is in {Path.cwd()}. Run it with\n\n{command(folder, source)}")
 
 
-def listing(found: dict[str, Path]) -> str:
+def listing(examples: dict[str, Path]) -> str:
     """Returns a line for each example: its name, and what its configuration says of itself in its first line."""
     lines = []
-    for name, folder in found.items():
+    for name, folder in examples.items():
         config = folder / CONFIG
-        said = "settings of papers' algorithms, each added to a run by a --config of its own"
+        described = "settings of papers' algorithms, each added to a run by a --config of its own"
         if config.exists():
-            said = config.read_text(encoding="utf-8").splitlines()[0].strip("# ")
-            said = said.partition(": `")[0].rstrip(".")
-        lines.append(f"  {name:<22}{said}")
+            described = config.read_text(encoding="utf-8").splitlines()[0].strip("# ")
+            described = described.partition(": `")[0].rstrip(".")
+        lines.append(f"  {name:<22}{described}")
     return "\n".join(["mindgrpo example NAME copies one of these into the present folder:", *lines])
 
 

@@ -7,6 +7,7 @@ one whose name is taken becomes original_NAME.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,10 +29,12 @@ QUESTION_KEYS: Mapping[str | None, tuple[str, ...]] = {
 DEFAULT_QUESTION_KEYS = ("question", "prompt", "messages")
 # Under other names than the first the gold answer stays a column, too: rewards may know it by its own name.
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
+# Where verl's rows have the gold answer, of any type: reward_model["ground_truth"].
+VERL_COLUMN, VERL_ANSWER = "reward_model", "ground_truth"
 # Where other data sets keep them, for the remedy in a sentence.
 LIKELY_KEYS = {
     "question": ("problem", "query", "instruction", "input", "conversations"),
-    "answer": ("reward_model.ground_truth", "target", "label", "response", "output"),
+    "answer": ("target", "label", "response", "output"),
 }
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 MAP_WHERE = "rl_config.dataset_map_keys"
@@ -116,7 +119,9 @@ class RowForm:
         sources = [
             key for source in self.key_map.values() for key in (source, source.split(".")[0])
         ]
-        return list(dict.fromkeys([*self.question_keys, *ANSWER_KEYS, *sources, *self.columns]))
+        return list(
+            dict.fromkeys([*self.question_keys, *ANSWER_KEYS, VERL_COLUMN, *sources, *self.columns])
+        )
 
     def example(self, row: Any, where: str) -> Example:
         """Makes an example of a row that stands at `where`. Raises UserError."""
@@ -125,6 +130,8 @@ class RowForm:
                 f'{where} holds a {type(row).__name__}; each row must be an object with "question" and "answer"'
             )
         row = self._renamed(row, where)
+        if "answer" not in self.key_map:
+            row = with_verl_answer(row)
         question_key, answer_key = self._question_key(row), self._answer_key(row)
         lacking = [] if answer_key else ["answer"]
         if question_key is None:
@@ -193,6 +200,16 @@ class RowForm:
         if gold != text.strip():
             columns.setdefault(WORKED_COLUMN, answer)
         return gold
+
+
+def with_verl_answer(row: Row) -> Row:
+    """Returns verl's rows with their gold answer as text: JSON where it is no text or number; others as they are."""
+    held = row.get(VERL_COLUMN)
+    gold = held.get(VERL_ANSWER) if isinstance(held, Mapping) else None
+    if gold is None:
+        return row
+    kept = {f"original_{key}" if key == "answer" else key: value for key, value in row.items()}
+    return {**kept, "answer": gold if is_answer(gold) else json.dumps(gold, ensure_ascii=False)}
 
 
 def at_path(row: Row, source: str, where: str) -> Any:

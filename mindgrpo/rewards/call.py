@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import WHERE, RewardFunction, Spec, resolve
+from mindgrpo.rewards.one_sample import BadResult
 from mindgrpo.user_code import describe
 from mindgrpo.workers.protocol import (
     BAD_RESULT,
@@ -118,10 +119,6 @@ COMPLETIONS = "completions"
 # What the gold answers are called by functions written for other programs.
 ANSWER_WORDS = ("answer", "solution", "ground_truth")
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-
-
-class BadResult(Exception):
-    """A reward returned something else than the contract says."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +231,7 @@ class Caller:
         except MemoryError as error:
             return CallFailure(MEMORY, describe(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's own code
-            return CallFailure(RAISED, describe(error))
+            return CallFailure(RAISED, f"{describe(error)}{hint(error)}")
 
     def alone(self, samples: Samples, index: int) -> Outcome:
         result = self.together(samples.select([index]))
@@ -287,6 +284,13 @@ def load_reward(spec: Spec) -> RewardService:
         completion, answer = WARM_UP
         service.caller.together(Samples([completion], [answer], {}))
     return service
+
+
+def hint(error: BaseException) -> str:
+    """Says what may be meant where a function reads completions as the conversations that TRL has."""
+    if isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
+        return ' (completions are texts here: write completion for completion[0]["content"])'
+    return ""
 
 
 def checked(returned: object, num_samples: int) -> list[float | None]:

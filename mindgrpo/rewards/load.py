@@ -14,6 +14,7 @@ from typing import Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import BUILTINS
+from mindgrpo.rewards.one_sample import one_by_one, scores_one_sample
 from mindgrpo.user_code import CALL, Kind, describe, import_named, nearest, read_arguments
 
 WHERE = "reward_config.verifier_function"
@@ -126,4 +127,4 @@ def instance_of(reward: object, spec: object, arguments: dict[str, Any]) -> Call
             f"reward function {spec!r} is a {type(reward).__name__}; it must be callable as "
             f"reward(completions, answers, **columns) ({WHERE})"
         )
-    return reward
+    return one_by_one(reward) if scores_one_sample(reward) else reward
