@@ -79,6 +79,7 @@ ENVIRONMENTS = {
     "reasoning_gym": ["reasoning-gym"],
     "gem": ["gem-llm"],
     "textarena": ["textarena"],
+    "openenv": ["websockets>=13"],
 }
 
 EXTRAS_REQUIRE = {

@@ -54,7 +54,7 @@ class GRPOTrainer(TrainingLoop):
         reward_funcs: Reward | Sequence[Reward] | None = None,
         train_dataset: str | Path | Rows | None = None,
         eval_dataset: str | Path | Rows | None = None,
-        environment: str | Callable[..., Any] | None = None,
+        environment: str | Sequence[str] | Callable[..., Any] | None = None,
         **others: object,
     ) -> None:
         refuse("GRPOTrainer", others)

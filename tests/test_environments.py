@@ -142,7 +142,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pool_of(file: Path, name: str, memory: int = 1 << 30) -> Iterator[EnvironmentPool]:
     # Runs of other tests may not have been collected yet.
     others = workers()
-    pool = EnvironmentPool(f"{file}:{name}", CallLimits(DEADLINE, memory))
+    pool = EnvironmentPool([f"{file}:{name}"], CallLimits(DEADLINE, memory))
     yield pool
     pool.close()
     assert workers() <= others
@@ -305,7 +305,7 @@ def test_what_an_environment_starts_ends_with_the_pool(misbehaves: EnvironmentPo
 
 
 def test_one_that_prints_without_end_goes_on(file: Path) -> None:
-    pool = EnvironmentPool(f"{file}:Misbehaves", CallLimits(60.0, 1 << 30))
+    pool = EnvironmentPool([f"{file}:Misbehaves"], CallLimits(60.0, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         assert isinstance(pool.ask({0: "prints"})[0], Observation)
@@ -314,7 +314,7 @@ def test_one_that_prints_without_end_goes_on(file: Path) -> None:
 
 
 def test_methods_may_be_coroutines(file: Path) -> None:
-    pool = EnvironmentPool(f"{file}:Waits", CallLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool([f"{file}:Waits"], CallLimits(DEADLINE, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         for _ in range(2):
@@ -328,7 +328,7 @@ def test_methods_may_be_coroutines(file: Path) -> None:
 def test_a_class_or_function_takes_arguments_and_may_answer_as_gymnasium_does(
     file: Path, name: str
 ) -> None:
-    pool = EnvironmentPool(f"{file}:{name}", CallLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool([f"{file}:{name}"], CallLimits(DEADLINE, 1 << 30))
     try:
         asked = pool.ask({sample: Opening({}, "0") for sample in range(3)})
         assert {own.messages[0]["content"] for own in asked.values()} == {"up to 3"}

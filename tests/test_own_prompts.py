@@ -88,7 +88,7 @@ class Pool:
         results = {}
         for sample, question in questions.items():
             if isinstance(question, Opening):
-                self._episodes[sample] = Episode(lambda: Levels(self._texts))
+                self._episodes[sample] = Episode(lambda _: Levels(self._texts))
                 question = Opening({**question.row, "sample": sample}, question.seed)
             results[sample] = self._episodes[sample].answer(question)
         return results

@@ -5,6 +5,7 @@ Runs the verb in this process. Does NOT prove anything about a run, which scores
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -141,3 +142,74 @@ def test_conversations_of_a_run_are_scored_by_their_messages(
     said = said_by(capsys, *words, "--data", str(tmp_path / "completions.jsonl"))
     assert "calls: mean 0.5000 of 2; no failures" in said
     assert "accuracy_reward: mean 1.0000 of 2; no failures" in said
+
+
+GAME = """
+class Up:
+    def reset(self, row):
+        self.number, self.turns = int(row["seed"]), 0
+        return f"Which number is {self.number}?"
+
+    def step(self, completion):
+        if completion == "fails":
+            raise ValueError("no number")
+        self.turns += 1
+        is_right = completion == str(self.number)
+        return f"not {completion}", is_right / self.turns, is_right
+"""
+
+
+def played_with(lines: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    (folder / "game.py").write_text(GAME)
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    return ["--environment", f"{folder}/game.py:Up"]
+
+
+def test_an_environment_is_played_by_hand(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = played_with("5\n7\n8\n3\n", monkeypatch, tmp_path)
+    said = said_by(capsys, *words, "--seed", "7", "--seed", "8", "--seed", "9", "--seed", "10")
+    first, second, third = said.strip().split("\n\n")
+    assert first.splitlines() == [
+        "environment game.py:Up, seed 7",
+        "user> Which number is 7?",
+        "assistant> 5",
+        "reward 0.000",
+        "user> not 5",
+        "assistant> 7",
+        "reward 0.500",
+        "user> not 7",
+        "done: reward 0.500 in 2 turns",
+    ]
+    assert second.endswith("done: reward 1.000 in 1 turns")
+    assert third.endswith("assistant> \nnot done: reward 0.000 in 1 turns")
+
+
+def test_an_environment_that_fails_by_hand_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = played_with("fails\n", monkeypatch, tmp_path)
+    said = said_by(capsys, *words, status=2)
+    assert "environment game.py:Up: step failed: ValueError: no number" in said
+    both = [*words, "--seed", "1", "--data", str(PROBLEMS)]
+    assert "leave one of them out" in said_by(capsys, *both, status=2)
+    assert "name a file or directory with --data" in said_by(
+        capsys, "--reward", "accuracy_reward", status=2
+    )
+
+
+def test_an_environment_is_played_by_a_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = played_with("", monkeypatch, tmp_path)
+    words += ["--model", str(ROOT / "examples" / "grpo" / "tiny_arithmetic" / "model")]
+    words += ["--chat-template", "qwen", "--max-turns", "2", "--seed", "12345", "--seed", "54321"]
+    said = said_by(capsys, *words)
+    first, second = said[said.index("\nseed 12345") :].strip().split("\n\nseed 54321\n")
+    for number, talk in (("12345", first), ("54321", second)):
+        assert f"Which number is {number}?" in talk
+        turns = talk[talk.index("assistant> ") :].splitlines()
+        answered = [line for line in turns if line.startswith("user> not ")]
+        assert len([line for line in turns if line.startswith("reward ")]) == len(answered) + 1
+        assert turns[-1].startswith(("max_turns: reward", "length: reward", "stop: reward"))

@@ -65,7 +65,7 @@ def test_rows_in_memory_train_what_the_same_rows_in_a_file_train(tmp_path: Path)
 
 def test_an_environment_may_be_a_class_of_a_module() -> None:
     found = with_arguments(None, None, None, None, environment=ReasoningGym)
-    expected = "mindgrpo.environments.packages:ReasoningGym"
+    expected = ["mindgrpo.environments.packages:ReasoningGym"]
     assert isinstance(found, Loaded) and found.config.rl_config.environment == expected
     with pytest.raises(UserError, match=r"write a class or function at the top of a module"):
         with_arguments(None, None, None, None, environment=lambda: ReasoningGym("chain_sum"))

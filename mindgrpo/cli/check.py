@@ -63,7 +63,7 @@ def summary(files: Sequence[Path], inputs: Inputs) -> list[str]:
     assert inputs.scorer is not None
     rewards = [
         *inputs.scorer.names,
-        *([] if environment is None else [f"environment {environment}"]),
+        *(f"environment {text}" for text in environment or ()),
     ]
     sections = {
         "run": [f"{plan.steps_text(len(inputs.prompts))} on {plan.world_size} ranks"],

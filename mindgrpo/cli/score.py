@@ -1,4 +1,8 @@
-"""Tries rewards on a file of completions as a run does, without a model: `python -m mindgrpo score`."""
+"""Tries rewards on a file of completions as a run does, without a model: `python -m mindgrpo score`.
+
+With --environment it opens an environment for each seed or row, takes the turns of a conversation from standard input
+or, with --model, from a model, and prints observations, rewards and the end.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,7 @@ from mindgrpo.rewards.call import Columns
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report
+from mindgrpo.workers.protocol import CallLimits
 
 STEP = 64
 ROWS_SHOWN = 20
@@ -36,6 +41,13 @@ FLAGS = {
     "reward_config.verifier_function": "--reward",
     "reward_config.deadline": "--deadline",
     "reward_config.memory": "--memory",
+}
+
+ENVIRONMENT_FLAGS = {
+    "rl_config.environment_deadline": "--deadline",
+    "rl_config.environment": "--environment",
+    "reward_config.memory": "--memory",
+    "actor_config.load": "--model",
 }
 
 
@@ -56,13 +68,22 @@ class ScoreTrial:
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Arguments(
-        prog="mindgrpo score", description="Tries rewards on a file, without a model."
+        prog="mindgrpo score", description="Tries rewards on a file, or talks to an environment."
     )
     text = "a built-in name, module:function or file.py:function; once for each reward"
-    parser.add_argument("--reward", action="append", required=True, help=text)
-    parser.add_argument(
-        "--data", required=True, type=path_of, help="a file or directory of rows, one a sample"
-    )
+    tried = parser.add_mutually_exclusive_group(required=True)
+    tried.add_argument("--reward", action="append", help=text)
+    text = "as rl_config.environment; several times as a list there"
+    tried.add_argument("--environment", action="append", help=text)
+    text = "a file or directory of rows, one a sample; an environment may have a seed instead"
+    parser.add_argument("--data", type=path_of, help=text)
+    text = "with --environment: the row's column seed; several times for several conversations (0)"
+    parser.add_argument("--seed", type=int, action="append", help=text)
+    text = "with --environment: the model that plays, a run or a Hugging Face directory"
+    parser.add_argument("--model", type=path_of, help=text)
+    text = "with --model: as rl_config.max_turns"
+    parser.add_argument("--max-turns", type=int, default=8, help=text)
+    parser.add_argument("--chat-template", help="with --model: as rl_config.chat_template")
     text = "default: completion, or the answers themselves where there is no such column"
     parser.add_argument("--completion-column", help=text)
     text = "default: answer, solution or ground_truth; what follows #### in it is the gold answer"
@@ -82,6 +103,11 @@ def main(argv: Sequence[str]) -> None:
         limits = Limits(deadline=flags.deadline, memory=memory_bytes(flags.memory))
     except ValueError as error:
         raise UserError(f"--memory is {flags.memory!r}, but it {error}.") from None
+    if flags.environment:
+        talk(flags, limits)
+        return
+    if flags.data is None:
+        raise UserError("--reward needs rows to score; name a file or directory with --data.")
     rows = read_rows(flags.data, flags.limit)
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
     longest = flags.max_completion_length
@@ -94,6 +120,22 @@ def main(argv: Sequence[str]) -> None:
             show(trial, scorer)
         finally:
             scorer.close()
+
+
+def talk(flags: argparse.Namespace, limits: Limits) -> None:
+    """Opens an environment for each seed, or each row of --data."""
+    # Late, as rewards need none of what it imports.
+    from mindgrpo.cli.score_environment import play, play_with_model
+
+    if flags.data is not None and flags.seed:
+        raise UserError("--seed and --data both say which rows there are; leave one of them out.")
+    seeds = [{"question": f"seed {seed}", "seed": seed} for seed in flags.seed or [0]]
+    rows = seeds if flags.data is None else read_rows(flags.data, flags.limit)
+    with naming(ENVIRONMENT_FLAGS):
+        if flags.model is None:
+            play(flags, rows, CallLimits(limits.deadline, limits.memory))
+        else:
+            play_with_model(flags, rows)
 
 
 def read_rows(path: Path, limit: int) -> list[dict[str, Any]]:

@@ -59,7 +59,8 @@ USAGE = {
   engine  [show [--python PYTHON]]                   the vLLM that runs would start, and whether it was tried
           install [--target DIR]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",
     "score": """\
-  score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model""",
+  score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model
+          --environment NAME [--seed N] [--model DIR] ... or talks to an environment by hand, or with a model""",
     "export": """\
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
           [--best] [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)""",

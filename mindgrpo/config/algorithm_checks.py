@@ -84,7 +84,7 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
     if estimator == "remax" and rl.environment is not None:
         yield (
             f"rl_config.advantage_estimator remax draws a greedy completion of a prompt, but rl_config.environment "
-            f"{rl.environment} gives each conversation its own; leave the environment out or use grpo"
+            f"{', '.join(rl.environment)} gives each conversation its own; leave the environment out or use grpo"
         )
     for name, does in (("dynamic_sampling", "replaces"), ("mask_equal_groups", "leaves out")):
         if rl.num_generations == 1 and getattr(rl, name):

@@ -180,8 +180,8 @@ def tracker_contradictions(rl: RLConfig, monitor: MonitorConfig) -> Iterator[str
 def conversation_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator[str]:
     if rl.environment is not None and rl.tools:
         yield (
-            f"rl_config.environment is {rl.environment} and rl_config.tools is {rl.tools}, but either an environment "
-            "answers a turn or tools do; leave one of them out, and call the tools in the environment's step"
+            f"rl_config.environment is {', '.join(rl.environment)} and rl_config.tools is {rl.tools}, but either an "
+            "environment answers a turn or tools do; leave one out, and call the tools in the environment's step"
         )
     if rl.environment is not None and any(map(_is_environment, rewards.verifier_function)):
         yield (

@@ -124,7 +124,7 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
             own[flag] = value
         elif flag == "--model":
             # A model for all roles is the generator's, too.
-            words += [f"--actor_config.load={_model_in(value)}", "--generate_config.load="]
+            words += [f"--actor_config.load={model_in(value)}", "--generate_config.load="]
             flags["actor_config.load"] = flag
         elif flag == "--greedy":
             if value.lower() not in MODES:
@@ -152,7 +152,7 @@ def configuration_words(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     return parse_command_line(argv)
 
 
-def _model_in(path: str) -> str:
+def model_in(path: str) -> str:
     """Returns the folder of a run's model, hf/, where `path` is a run's."""
     is_run = Path(path, "hf").is_dir() and not Path(path, "config.json").is_file()
     return f"{path}/hf" if is_run else path

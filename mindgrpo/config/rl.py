@@ -23,6 +23,10 @@ def _switch_or_path(value: object) -> object:
     return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
+def _one_or_several(value: object) -> object:
+    return [value] if isinstance(value, str) and value else value or None
+
+
 class CheckpointKeys(Section):
     """Checkpoints, resuming from them, and the end of a run before its last step."""
 
@@ -80,10 +84,11 @@ class ConversationKeys(Section):
     executed"""
     max_tool_calls: int | None = Field(None, ge=0)
     """maximum number of tool calls per conversation; further calls are answered with an error; null: no limit"""
-    environment: OptionalText = None
+    environment: Annotated[list[str] | None, BeforeValidator(_one_or_several)] = None
     """module:Class or file.py:Class with reset(row) and step(completion), which provides the prompt of each
-    conversation, responds to its turns and rewards them; or one of a package: reasoning_gym:TASK, gem:NAME or
-    textarena:NAME; arguments follow in brackets, (name=value, ...); null: no environment"""
+    conversation, responds to its turns and rewards them; or one of a package: reasoning_gym:TASK, gem:NAME,
+    textarena:NAME or, of a server, openenv:URL; arguments follow in brackets, (name=value, ...). Of a list each row
+    meets one, as often as the weight before it says, as in 0.7 * gem:NAME (default 1). null: no environment"""
     environment_deadline: float = Field(10.0, gt=0)
     """timeout of reset and step in seconds; an environment that takes longer is terminated, and its conversation ends
     as failed"""

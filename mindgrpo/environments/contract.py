@@ -88,7 +88,7 @@ def _of_package(text: str, kind: str, name: str) -> Callable[[], Any]:
             f"environment {text!r} needs the package {distribution}, and {error.name} is not installed; run "
             f"`pip install 'mindgrpo[{kind}]'` or correct {ENVIRONMENT.key}"
         ) from None
-    except Exception as error:  # the package's own
+    except Exception as error:  # the package's or server's own
         raise UserError(
             f"environment {text!r} cannot be made: {describe(error)}; correct {ENVIRONMENT.key}"
         ) from error
@@ -108,10 +108,14 @@ def _takes(function: Any, count: int, arguments: Mapping[str, Any] = MappingProx
 
 @dataclass(frozen=True)
 class Opening:
-    """Asks for a new environment's `reset(row)`; its random numbers are seeded with `seed` first."""
+    """Asks for a new environment's `reset(row)`; its random numbers are seeded with `seed` first.
+
+    `draw` seeds the choice among several environments; it is the same whenever a run meets the row.
+    """
 
     row: Mapping[str, Any]
     seed: str
+    draw: str = ""
 
 
 @dataclass(frozen=True)

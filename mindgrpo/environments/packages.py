@@ -1,15 +1,20 @@
 """Environments that other packages publish, under the names that these give them: `kind:name(argument=value, ...)`.
 
 An example is of the seed in the row's column `seed`, without one of a seed drawn for the conversation's prompt. What a
-package makes once, it makes before processes are forked for conversations. GEM and TextArena give their own rewards;
-reasoning-gym's score is of what stands in the last <answer></answer>, else of the whole completion.
+package makes once, it makes before processes are forked for conversations. GEM, TextArena and OpenEnv give their own
+rewards; reasoning-gym's score is of what stands in the last <answer></answer>, else of the whole completion.
 """
 
 from __future__ import annotations
 
+import json
 import random
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
+
+SCHEMA_SECONDS = 10.0
+COMMON_FIELDS = ("done", "reward", "metadata")
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
@@ -85,8 +90,73 @@ class TextArena:
         return str(news).strip()
 
 
+class OpenEnv:
+    """A session of the OpenEnv server at `url`, http://host:port; `action` and `observation` name fields of its schema.
+
+    A completion becomes the one, the other is shown; None is the only field, or the only text. The protocol is that of
+    openenv-core 0.3, env_server/http_server.py, whose client needs a hundred packages; POST /step has no session.
+    Raises ConnectionError where no server answers, and ValueError for another one's answers and fields that it lacks.
+    """
+
+    def __init__(self, url: str, action: str | None = None, observation: str | None = None) -> None:
+        import websockets.sync.client
+
+        self._connect, self._url = websockets.sync.client.connect, url.rstrip("/")
+        self._refusals = OSError, websockets.WebSocketException
+        try:
+            with urllib.request.urlopen(f"{self._url}/schema", timeout=SCHEMA_SECONDS) as answer:
+                schemas = json.load(answer)
+            given = {"action": action, "observation": observation}
+            fields = {kind: dict(schemas[kind]["properties"]) for kind in given}
+        except OSError as error:
+            raise ConnectionError(f"no OpenEnv server answers at {url} ({error})") from None
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"{url}/schema is not what an OpenEnv server answers") from None
+        self._fields = {kind: _field(kind, name, fields[kind]) for kind, name in given.items()}
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        try:
+            self._session = self._connect(f"ws{self._url.removeprefix('http')}/ws")
+        except self._refusals as error:
+            raise ConnectionError(f"{self._url}/ws opens no session ({error})") from None
+        return self._asked("reset", {"seed": seed_of(row)})[0]
+
+    def step(self, completion: str) -> tuple[Any, Any, Any]:
+        return self._asked("step", {self._fields["action"]: completion})
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _asked(self, kind: str, data: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+        try:
+            self._session.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(self._session.recv())
+            result = answer["data"]
+            if answer["type"] == "error":
+                raise RuntimeError(f"{self._url} refused {kind}: {result}")
+            return (
+                result["observation"][self._fields["observation"]],
+                result["reward"],
+                result["done"],
+            )
+        except self._refusals as error:
+            raise ConnectionError(f"{self._url} ended the session ({error})") from None
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(f"{self._url} answered {kind} with no observation") from None
+
+
+def _field(kind: str, given: str | None, fields: Mapping[str, Any]) -> str:
+    own = [name for name in fields if name not in COMMON_FIELDS]
+    texts = [name for name in own if '"string"' in json.dumps(fields[name])]
+    found = [name for name in own if name == given] if given else own if len(own) == 1 else texts
+    if len(found) != 1:
+        raise ValueError(f"the {kind} has the fields {', '.join(own)}; name one with {kind}='...'")
+    return found[0]
+
+
 PACKAGES = {
     "reasoning_gym": (ReasoningGym, "reasoning-gym"),
     "gem": (Gem, "gem-llm"),
     "textarena": (TextArena, "textarena"),
+    "openenv": (OpenEnv, "websockets"),
 }

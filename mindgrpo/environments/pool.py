@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,10 @@ from mindgrpo.environments.contract import (
     Opening,
     Question,
     Result,
-    load_environment,
     opening_of,
     step_of,
 )
+from mindgrpo.environments.mixture import Mixture
 from mindgrpo.rewards.call import BadResult, judged
 from mindgrpo.user_code import describe
 from mindgrpo.workers.client import Worker
@@ -39,12 +39,12 @@ GRACE_SECONDS = 10.0
 
 
 class EnvironmentPool:
-    """Runs the class that `text` (rl_config.environment) names. The worker starts with the first environment."""
+    """Runs the environments of `texts` (rl_config.environment). The worker starts with the first one."""
 
-    def __init__(self, text: str, limits: CallLimits) -> None:
+    def __init__(self, texts: Sequence[str], limits: CallLimits) -> None:
         self._deadline = limits.deadline
-        load = partial(EnvironmentService, text)
-        self._worker = Worker(load, ENVIRONMENT, text, limits.memory)
+        load = partial(EnvironmentService, tuple(texts))
+        self._worker = Worker(load, ENVIRONMENT, ", ".join(texts), limits.memory)
         self._open: set[int] = set()
 
     def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
@@ -96,9 +96,9 @@ class EnvironmentPool:
 
 
 class Episode:
-    """`make` returns the user's object. Its methods may be async: they share an event loop."""
+    """`make` returns the user's object for a row. Its methods may be async: they share an event loop."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[Opening], Any]) -> None:
         self._make = make
         self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,7 +118,7 @@ class Episode:
     def _answer(self, question: Question) -> Observation | CallFailure:
         if isinstance(question, Opening):
             seed_generators(question.seed)
-            self._environment = self._make()
+            self._environment = self._make(question)
             return opening_of(self._value(self._environment.reset(dict(question.row))))
         if isinstance(question, Closing):
             close = getattr(self._environment, "close", None)
@@ -144,12 +144,12 @@ class Episode:
 
 
 class EnvironmentService:
-    """Serves the class that `text` (rl_config.environment) names; each forked process has one object of it."""
+    """Serves the environments of `texts` (rl_config.environment); each forked process has one object of one of them."""
 
     description = None
 
-    def __init__(self, text: str) -> None:
-        self._episode = Episode(load_environment(text))
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._episode = Episode(Mixture.read(texts).load())
 
     def answer(self, content: Question) -> dict[str, Any] | CallFailure:
         result = self._episode.answer(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from mindgrpo.data.examples import Message
 from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
-from mindgrpo.environments.contract import ENVIRONMENT, Opening, Question, Result, load_environment
+from mindgrpo.environments.contract import ENVIRONMENT, Opening, Question, Result
+from mindgrpo.environments.mixture import COLUMN, Mixture
 from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import RewardResult
@@ -24,9 +25,11 @@ from mindgrpo.workers.protocol import CallFailure, CallLimits
 
 @dataclass(frozen=True)
 class EnvironmentTurns:
-    """`pool` is on one rank alone."""
+    """`pool` is on one rank alone. Of several environments, turns say which one the conversation met."""
 
     pool: EnvironmentPool | None
+    mixture: Mixture | None = None
+    _met: dict[int, str] = field(default_factory=dict)
 
     @property
     def runs_here(self) -> bool:
@@ -43,10 +46,19 @@ class EnvironmentTurns:
 
     def answer(self, asked: Mapping[int, Question]) -> dict[int, Reply]:
         assert self.pool is not None
+        if self.mixture is not None and not self.mixture.is_single:
+            for sample, question in asked.items():
+                if isinstance(question, Opening):
+                    self._met[sample] = self.mixture.names[self.mixture.number_of(question)]
         results = self.pool.ask(asked)
-        return {sample: reply_to(asked[sample], result) for sample, result in results.items()}
+        return {sample: self._reply(sample, asked[sample], results[sample]) for sample in results}
+
+    def _reply(self, sample: int, question: Question, result: Result) -> Reply:
+        reply, name = reply_to(question, result), self._met.get(sample)
+        return replace(reply, turn={**reply.turn, COLUMN: name}) if reply.turn and name else reply
 
     def end_rollout(self) -> None:
+        self._met.clear()
         if self.pool is not None:
             self.pool.end_all()
 
@@ -66,6 +78,8 @@ def reply_to(question: Question, result: Result) -> Reply:
 
 # The rewards' name among those of reward functions.
 NAME = "environment"
+# Until each of several environments was met.
+MOST_ROWS_TRIED = 1000
 CORRECT = f"; correct the class or {ENVIRONMENT.key}"
 
 
@@ -80,58 +94,75 @@ class Trial:
 
 @dataclass(frozen=True)
 class EnvironmentForm:
-    """Holds what every rank knows of rl_config.environment: its name, and how its messages become tokens."""
+    """Holds what every rank knows of rl_config.environment: names, and how messages become tokens.
 
-    text: str
+    `seed` is the run's, with which rows meet one of several.
+    """
+
+    mixture: Mixture
     form: PromptForm
     suffix: TurnSuffix
     limits: CallLimits
+    seed: int
     names: tuple[str, ...] = ()
     schemas: tuple[dict[str, Any], ...] = ()
 
     def check(self, prompts: PromptSet) -> Trial:
-        """Resets an environment with the first row and steps it with the gold answer. Raises UserError."""
-        first = prompts[0]
-        opening, completion = Opening(first.row, "check"), first.row["answer"] or "?"
-        pool = EnvironmentPool(self.text, self.limits)
+        """Resets each environment with a row that meets it and steps it with the gold answer. Raises UserError.
+
+        Returns the trial with the longest prompt.
+        """
+        pool, trials = EnvironmentPool(self.mixture.texts, self.limits), dict[int, Trial]()
         try:
-            reply = reply_to(opening, pool.ask({0: opening})[0])
-            prompt = reply if reply.has_failed else prompt_of(reply.messages, self.form)
-            if not isinstance(prompt, np.ndarray):
-                # Messages that make no prompt have a remedy of their own.
-                remedy = CORRECT if reply.has_failed else ""
-                raise self._fails("reset", first, f"{prompt.turn['error']}{remedy}")
-            reply = reply_to(completion, pool.ask({0: completion})[0])
-            if reply.has_failed:
-                raise self._fails(f"step({completion!r})", first, f"{reply.turn['error']}{CORRECT}")
-            pool.end_all()
+            for prompt in prompts[:MOST_ROWS_TRIED]:
+                opening = Opening(prompt.row, "check", f"{self.seed}/{prompt.index}")
+                number = self.mixture.number_of(opening)
+                if number not in trials:
+                    trials[number] = self._try(pool, number, prompt, opening)
+                if len(trials) == len(self.mixture.texts):
+                    break
         finally:
             pool.close()
+        return max(trials.values(), key=lambda trial: trial.num_tokens)
+
+    def _try(self, pool: EnvironmentPool, number: int, prompt: Prompt, opening: Opening) -> Trial:
+        text, where = self.mixture.texts[number], prompt.example.where
+        completion = prompt.row["answer"] or "?"
+
+        def fails(call: str, error: str) -> UserError:
+            return UserError(f"environment {text!r}: {call} fails on the row of {where}: {error}")
+
+        reply = reply_to(opening, pool.ask({number: opening})[number])
+        ids = reply if reply.has_failed else prompt_of(reply.messages, self.form)
+        if not isinstance(ids, np.ndarray):
+            # Messages that make no prompt have a remedy of their own.
+            remedy = CORRECT if reply.has_failed else ""
+            raise fails("reset", f"{ids.turn['error']}{remedy}")
+        reply = reply_to(completion, pool.ask({number: completion})[number])
+        if reply.has_failed:
+            raise fails(f"step({completion!r})", f"{reply.turn['error']}{CORRECT}")
+        pool.end_all()
         turn = {"role": "assistant", "content": completion, **reply.turn}
         answered = () if reply.is_last else reply.messages
-        text = self.form.tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-        return Trial(text, len(prompt), (turn, *answered))
-
-    def _fails(self, call: str, prompt: Prompt, error: str) -> UserError:
-        where = prompt.example.where
-        return UserError(f"environment {self.text!r}: {call} fails on the row of {where}: {error}")
+        shown = self.form.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return Trial(shown, len(ids), (turn, *answered))
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:
-    """Reads the settings and imports the user's module; None without an environment. Raises UserError."""
+    """Reads the settings; None without an environment. Raises UserError."""
     rl = config.rl_config
     if rl.environment is None:
         return None
-    load_environment(rl.environment)
     longest = config.generate_config.max_prompt_length
     form = PromptForm(tokenizer, longest, system_prompt=rl.system_prompt or "")
     limits = CallLimits(rl.environment_deadline, memory_bytes(config.reward_config.memory))
-    return EnvironmentForm(rl.environment, form, TurnSuffix(tokenizer, role="user"), limits)
+    suffix = TurnSuffix(tokenizer, role="user")
+    return EnvironmentForm(Mixture.read(rl.environment), form, suffix, limits, rl.seed)
 
 
 def environment_turns(environment: EnvironmentForm, runs_here: bool) -> EnvironmentTurns:
-    pool = EnvironmentPool(environment.text, environment.limits) if runs_here else None
-    return EnvironmentTurns(pool)
+    mixture, limits = environment.mixture, environment.limits
+    return EnvironmentTurns(EnvironmentPool(mixture.texts, limits) if runs_here else None, mixture)
 
 
 def environment_weight(config: Config) -> float | None:
@@ -179,11 +210,21 @@ def turn_rewards(
 
 
 def environment_metrics(conversations: Sequence[Messages]) -> dict[str, float]:
-    """Computes per conversation: turns, the shares that ended done or failed; and the mean reward of a turn."""
+    """Computes per conversation: turns, the shares that ended done or failed; and the mean reward of a turn.
+
+    Of several environments also the mean reward of the conversations with each.
+    """
     count = max(1, len(conversations))
     turns = [turns_of(messages) for messages in conversations]
     rewards = [turn["reward"] for own in turns for turn in own if turn["reward"] is not None]
+    met: dict[str, list[float]] = {}
+    for index, total in rewards_in(conversations).values.items():
+        name = turns[index][-1].get(COLUMN)
+        if name is not None and total is not None:
+            met.setdefault(name, []).append(total)
+    by_name = {f"environment/{name}/reward": float(np.mean(met[name])) for name in sorted(met)}
     return {
+        **by_name,
         "environment/turns": sum(map(len, turns)) / count,
         "environment/turn_reward": float(np.mean(rewards)) if rewards else 0.0,
         "environment/done_fraction": sum(bool(own[-1].get("done")) for own in turns) / count,

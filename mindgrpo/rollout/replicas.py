@@ -59,7 +59,7 @@ class Replicas:
             index = (sample - first) // num_generations
             # The samples of a group begin alike, also where the environment draws at random.
             seed = f"{key.seed}/{key.purpose}/{key.step}/{first + index * num_generations}"
-            return Opening(prompts[index].row, seed)
+            return Opening(prompts[index].row, seed, f"{key.seed}/{prompts[index].index}")
 
         def draw(share: Sequence[Request]) -> list[Sample]:
             conversations = self.conversations

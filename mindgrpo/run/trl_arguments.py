@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ def with_arguments(
     train_dataset: str | Path | Rows | None,
     eval_dataset: str | Path | Rows | None,
     is_supervised: bool = False,
-    environment: str | Callable[..., Any] | None = None,
+    environment: str | Sequence[str] | Callable[..., Any] | None = None,
 ) -> Config | Loaded:
     """Returns the configuration with a model and data sets of its own, for GRPO or not. Raises UserError.
 
     A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
-    None has the defaults. `environment` is text as its key has it, or a class or function that a module holds.
+    None has the defaults. `environment` is as its key has it, or a class or function that a module holds.
     """
     if config is not None and not isinstance(config, Config | Loaded | Mapping):
         raise UserError(
@@ -72,17 +72,17 @@ def with_arguments(
     return config_with(config, values, is_supervised)
 
 
-def _named(environment: str | Callable[..., Any]) -> str:
-    """Returns the text under which another process imports the environment."""
-    if isinstance(environment, str):
-        return environment
+def _named(environment: str | Sequence[str] | Callable[..., Any]) -> list[str]:
+    """Returns the texts under which another process imports the environment."""
+    if isinstance(environment, str | Sequence):
+        return [environment] if isinstance(environment, str) else [*environment]
     spec = reference_to(environment)
     if spec is None:
         raise UserError(
             f"environment is {environment!r:.60}, but each conversation has a process of its own, which imports it; "
             "write a class or function at the top of a module, or file.py:Class as text."
         )
-    return spec.text
+    return [spec.text]
 
 
 def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:

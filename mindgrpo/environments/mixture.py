@@ -1,0 +1,68 @@
+"""Several environments in one run: how often each is met, and which one a row meets."""
+
+from __future__ import annotations
+
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from mindgrpo.environments.contract import ENVIRONMENT, Opening, load_environment
+from mindgrpo.errors import UserError
+
+WEIGHTED = re.compile(r"(?:(\d+\.?\d*|\.\d+)\s*\*)?(.*)", re.DOTALL)
+COLUMN = "environment"
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Environments by their texts, and by names that metrics and rows have for them; weights need not sum to 1."""
+
+    texts: tuple[str, ...]
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+
+    @classmethod
+    def read(cls, written: Sequence[str]) -> Mixture:
+        """Reads texts such as "0.7 * gem:NAME"; without a number the weight is 1. Raises UserError."""
+        found = [WEIGHTED.fullmatch(text.strip()) for text in written]
+        weights = tuple(float(match[1] or 1) for match in found if match)
+        texts = tuple(match[2].strip() for match in found if match)
+        # Without arguments and folders, where these do not tell two apart.
+        short = [text.partition("(")[0].strip().rpartition("/")[2] for text in texts]
+        names = tuple(
+            name if short.count(name) == 1 else text
+            for name, text in zip(short, texts, strict=True)
+        )
+        if len(set(texts)) < len(texts) or 0.0 in weights:
+            raise UserError(
+                f"{ENVIRONMENT.key} is {', '.join(written)}, but must name each environment once, with a weight above "
+                "0; leave out those that are not to be met"
+            )
+        return cls(texts, names, weights)
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.texts) == 1
+
+    def number_of(self, opening: Opening) -> int:
+        """Returns which environment a row meets: that of its column, or one drawn for the row. Raises UserError."""
+        named = None if self.is_single else opening.row.get(COLUMN)
+        for known in (self.names, self.texts):
+            if named in known:
+                return known.index(named)
+        if named is not None:
+            raise UserError(
+                f"a row's column {COLUMN} is {named!r}, but {ENVIRONMENT.key} has {', '.join(self.names)}; add it "
+                "there or correct the row"
+            )
+        *bounds, total = accumulate(self.weights)
+        return bisect_right(bounds, total * random.Random(opening.draw).random())
+
+    def load(self) -> Callable[[Opening], Any]:
+        """Returns what makes the environment that a row meets. Raises UserError for one that cannot be loaded."""
+        makes = [load_environment(text) for text in self.texts]
+        return lambda opening: makes[self.number_of(opening)]()
