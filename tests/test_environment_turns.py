@@ -376,7 +376,7 @@ def test_a_reset_that_fails_is_told_before_the_first_step(
 
     def prompts(answer: str) -> Any:
         row = {"question": "play", "answer": answer}
-        return [SimpleNamespace(row=row, example=SimpleNamespace(where="a.jsonl line 1"))]
+        return [SimpleNamespace(row=row, index=0, example=SimpleNamespace(where="a.jsonl line 1"))]
 
     turns.check(prompts("fine"))
     with pytest.raises(UserError, match="reset fails on the row of a.jsonl line 1: KeyError: 'lev"):
@@ -390,7 +390,9 @@ def test_a_prompt_of_a_reset_that_is_too_long_is_met_with_the_limit_to_raise(
     path = tmp_path / "config.yaml"
     path.write_text(f"rl_config: {{environment: '{tmp_path}/game.py:Game'}}\n")
     row = {"question": "play", "answer": "fine"}
-    prompts: Any = [SimpleNamespace(row=row, example=SimpleNamespace(where="a.jsonl line 1"))]
+    prompts: Any = [
+        SimpleNamespace(row=row, index=0, example=SimpleNamespace(where="a.jsonl line 1"))
+    ]
     short = "--generate_config.max_prompt_length=1"
     turns: Any = read_turns(load_config(path, [short]).config, tokenizer)
     with pytest.raises(UserError) as refused:

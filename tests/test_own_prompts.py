@@ -159,7 +159,9 @@ def draw(backend: CpuBackend) -> Draw:
     engine.publish(lambda: fill_random(engine.weights, seed=2, scale=0.15), 0)
     rows = [np.array(tokenizer.encode(q), np.int32) for q in QUESTIONS]
     prompts: list[Any] = [
-        SimpleNamespace(ids=ids, text=q, question="", answer="", columns={}, row={"question": q})
+        SimpleNamespace(
+            ids=ids, text=q, question="", answer="", columns={}, row={"question": q}, index=0
+        )
         for ids, q in zip(rows, QUESTIONS, strict=True)
     ]
 

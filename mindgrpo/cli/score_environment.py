@@ -15,7 +15,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.cli.eval import run
 from mindgrpo.config import config_with
 from mindgrpo.config.command_line import model_in
-from mindgrpo.environments.contract import Observation, Opening, Question
+from mindgrpo.environments.contract import ENVIRONMENT, Observation, Opening, Question
 from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
@@ -72,7 +72,7 @@ def _ask(pool: EnvironmentPool, name: str, sample: int, question: Question) -> O
     if isinstance(result, CallFailure):
         call = "reset" if isinstance(question, Opening) else "step"
         raise UserError(
-            f"environment {name}: {call} failed: {result.message}; correct it or --environment."
+            f"environment {name}: {call} failed: {result.message}; correct the class or {ENVIRONMENT.key}."
         )
     return result
 

@@ -28,9 +28,9 @@ class Mixture:
     @classmethod
     def read(cls, written: Sequence[str]) -> Mixture:
         """Reads texts such as "0.7 * gem:NAME"; without a number the weight is 1. Raises UserError."""
-        found = [WEIGHTED.fullmatch(text.strip()) for text in written]
-        weights = tuple(float(match[1] or 1) for match in found if match)
-        texts = tuple(match[2].strip() for match in found if match)
+        matches = [WEIGHTED.fullmatch(text.strip()) for text in written]
+        weights = tuple(float(match[1] or 1) for match in matches if match)
+        texts = tuple(match[2].strip() for match in matches if match)
         # Without arguments and folders, where these do not tell two apart.
         short = [text.partition("(")[0].strip().rpartition("/")[2] for text in texts]
         names = tuple(

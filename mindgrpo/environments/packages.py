@@ -106,13 +106,13 @@ class OpenEnv:
         try:
             with urllib.request.urlopen(f"{self._url}/schema", timeout=SCHEMA_SECONDS) as answer:
                 schemas = json.load(answer)
-            given = {"action": action, "observation": observation}
-            fields = {kind: dict(schemas[kind]["properties"]) for kind in given}
+            names = {"action": action, "observation": observation}
+            fields = {kind: dict(schemas[kind]["properties"]) for kind in names}
         except OSError as error:
             raise ConnectionError(f"no OpenEnv server answers at {url} ({error})") from None
         except (ValueError, LookupError, TypeError):
             raise ValueError(f"{url}/schema is not what an OpenEnv server answers") from None
-        self._fields = {kind: _field(kind, name, fields[kind]) for kind, name in given.items()}
+        self._fields = {kind: _field(kind, name, fields[kind]) for kind, name in names.items()}
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         try:
@@ -145,13 +145,13 @@ class OpenEnv:
             raise ValueError(f"{self._url} answered {kind} with no observation") from None
 
 
-def _field(kind: str, given: str | None, fields: Mapping[str, Any]) -> str:
+def _field(kind: str, asked: str | None, fields: Mapping[str, Any]) -> str:
     own = [name for name in fields if name not in COMMON_FIELDS]
     texts = [name for name in own if '"string"' in json.dumps(fields[name])]
-    found = [name for name in own if name == given] if given else own if len(own) == 1 else texts
-    if len(found) != 1:
+    fitting = [asked] if asked in own else [] if asked else own if len(own) == 1 else texts
+    if len(fitting) != 1:
         raise ValueError(f"the {kind} has the fields {', '.join(own)}; name one with {kind}='...'")
-    return found[0]
+    return fitting[0]
 
 
 PACKAGES = {

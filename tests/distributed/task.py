@@ -48,7 +48,9 @@ class Task:
         return self.at(range(c.NUM_PROMPTS))
 
     def replace(self, groups: Sequence[int]) -> list[Any]:
-        return [SimpleNamespace(ids=prompts()[group][::-1], row={}) for group in groups]
+        return [
+            SimpleNamespace(ids=prompts()[group][::-1], row={}, index=group) for group in groups
+        ]
 
     def next_positions(self, count: int) -> range:
         begin, self._taken = self._taken, self._taken + count
@@ -56,7 +58,7 @@ class Task:
 
     def at(self, positions: Sequence[int]) -> list[Any]:
         own = prompts()
-        return [SimpleNamespace(ids=own[at % c.NUM_PROMPTS], row={}) for at in positions]
+        return [SimpleNamespace(ids=own[at % c.NUM_PROMPTS], row={}, index=at) for at in positions]
 
     def assign(self, positions: Sequence[int]) -> None:
         self.trained.append([*positions])
