@@ -92,11 +92,16 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     native_library.build.cache_clear()
 
 
-def test_kernels_that_can_be_compiled_are_compiled(unbuilt: Path) -> None:
+def test_kernels_that_can_be_compiled_are_compiled_and_one_line_says_so_where_that_takes_long(
+    unbuilt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     if native_library.compiler() is None:
         pytest.skip("no C compiler on this machine")
+    monkeypatch.setattr(native_library, "SILENT_SECONDS", 0.0)
     assert finding("C kernels").level == "ok"
     assert list((unbuilt / "mindgrpo").glob("native-*.so"))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"mindgrpo: compiling the C kernels with {native_library.compiler()}, ")
 
 
 def test_a_machine_without_a_compiler_is_told_to_install_one(

@@ -260,6 +260,8 @@ def test_auto_is_highest() -> None:
             "the processor has no instructions for bfloat16",
         ),
         ("medium", "flags : fpu avx512f", "", "the processor has no instructions for bfloat16"),
+        ("medium", "Features : fp asimd bf16", "", None),
+        ("medium", "Features : fp asimd", "", "the processor has no instructions for bfloat16"),
         ("highest", "flags : fpu", "", None),
     ],
 )
@@ -294,8 +296,8 @@ def test_what_a_device_does_not_have_is_refused() -> None:
             resolve_matmul_precision(asked, target, has_kernels)
 
 
-def test_processors_without_avx512_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_without_instructions_for_it_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindgrpo.backend.kernels.native.kernels.has_bfloat16", lambda: False)
     NativeKernels()
-    with pytest.raises(UserError, match="with AVX-512 only"):
+    with pytest.raises(UserError, match="AVX-512 and on Arm with BF16, and this processor has neither"):
         NativeKernels(3)

@@ -1,6 +1,7 @@
 """Groups and links over shared memory, between plain processes, with the C library and without.
 
-Does not prove anything about msrun or speed, nor about machines whose memory ordering is weaker than x86-64's.
+Does not prove anything about msrun or speed, nor about memory that is ordered more weakly than x86-64's: for that see
+test_ordering.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mindgrpo.backend.cpu import host as host_module
 from mindgrpo.backend.cpu.backend import CpuLink
 from mindgrpo.backend.cpu.host import LocalRanks, SharedLink, SharedSegment, own_rank
 from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
+from mindgrpo.backend.cpu.waiting import PolledCounters
 from mindgrpo.backend.targets import RANKS_PER_HOST
 from mindgrpo.errors import UserError
 from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
@@ -322,6 +324,15 @@ def _mixed(host: LocalRanks, size: int) -> None:
 def test_ranks_with_and_without_the_library_do_not_join() -> None:
     for outcome in run(native(), 2, _mixed).values():
         assert "do not all have the C kernels" in str(outcome)
+
+
+def test_plain_stores_are_refused_where_others_may_see_them_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    PolledCounters(memoryview(bytearray(64))).post(0, 1)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(UserError, match="on aarch64 need the C library.*; install gcc"):
+        PolledCounters(memoryview(bytearray(64)))
 
 
 def _share_with_little_room(host: LocalRanks, size: int, room: int, num_bytes: int) -> int:

@@ -26,6 +26,7 @@ PRECISION_KEY = "context.float32_matmul_precision"
 NUM_PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
 # oneDNN's own variable, and the processor's flags.
 ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
+ARM_FLAG = "bf16"
 CPU_INFO = Path("/proc/cpuinfo")
 DTYPE_KEY = "context.compute_dtype"
 WITHOUT = f"; set {DTYPE_KEY} to float32."
@@ -101,6 +102,7 @@ def slow_products(
     is_narrow = dtype == "bfloat16"
     has_bfloat16 = _uses(BF16_FLAG, ("BF16", "FP16", "AMX"), environment)
     has_bfloat16 = has_bfloat16 or _uses(AMX_FLAG, ("AMX",), environment)
+    has_bfloat16 = has_bfloat16 or _uses(ARM_FLAG, (), environment)
     if (precision == "highest" and not is_narrow) or has_bfloat16:
         return []
     slow = f"{PRECISION_KEY} {precision} is slower than highest"

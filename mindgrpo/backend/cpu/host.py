@@ -91,6 +91,9 @@ class LocalRanks:
             library.group_tell_waits_at(health.waits_address)
             # Writes there as long as it is loaded.
             library.__dict__["waits_written_by"] = health
+        if library is not None:
+            library.first_lost.argtypes = [ctypes.c_void_p, ctypes.c_int32]
+            library.first_lost.restype = ctypes.c_int64
         self.job, self.rank, self.world_size = job, rank, world_size
         self.library, self.spins = library, spins
         self._pids: dict[int, int] = {}
@@ -122,6 +125,14 @@ class LocalRanks:
         except RuntimeError:
             self.check_failure()
             raise
+
+    def first_ended(self, pids: np.ndarray, address: int) -> int:
+        """Returns the first process of `pids` that was seen to have ended, 0 while all live; the last one keeps it."""
+        if self.library is not None:
+            return int(self.library.first_lost(address, len(pids) - 1))
+        if not pids[-1]:
+            pids[-1] = next((pid for pid in pids[:-1].tolist() if pid and not is_alive(pid)), 0)
+        return int(pids[-1])
 
     def lost(self, pid: int) -> PeerLost:
         rank = next((rank for rank, known in self._pids.items() if known == pid), None)
@@ -178,11 +189,9 @@ class Joined:
 
     def check(self) -> None:
         """Raises PeerLost, for all members with the name of the one whose end was noticed first."""
-        if not self._pids[-1]:
-            ended = [pid for pid in self._pids[:-1].tolist() if pid and not is_alive(pid)]
-            self._pids[-1] = ended[0] if ended else 0
-        if self._pids[-1]:
-            raise self._host.lost(int(self._pids[-1]))
+        first = self._host.first_ended(self._pids, self.pids_address)
+        if first:
+            raise self._host.lost(first)
 
     @property
     def address(self) -> int:

@@ -1,20 +1,22 @@
 """Counters in shared memory that one process posts and others wait for.
 
-With the C library the waiter sleeps in the kernel until it is woken; without it, it yields and naps. Counters that are
-polled are 8-byte aligned stores in program order. That order is what x86-64 guarantees; on a machine with weaker
-ordering the system call in the wait loop is relied upon.
+With the C library they are C11's atomics, so that who has seen a post sees what was written before it, and the waiter
+sleeps in the kernel until it is woken. Without it, it yields and naps, and counters are plain 8-byte stores: other
+processes see these in the order of the program on x86-64 only, and other machines are refused.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from mindgrpo.backend.contract import PeerLost
+from mindgrpo.errors import UserError
 
 LINE = 64  # bytes between two counters: a cache line each
 YIELDS_BEFORE_SLEEP = 40
@@ -72,10 +74,19 @@ def _check(check: Check, reached: Callable[[], bool]) -> None:
 
 
 class PolledCounters(Counters):
+    """Raises UserError where other processes may see stores in another order than this one makes them."""
+
     kind = 1
 
     def __init__(self, memory: memoryview, waits: Waits = unheard) -> None:
         super().__init__(waits)
+        machine = platform.machine()
+        if machine != "x86_64":
+            raise UserError(
+                f"ranks that share memory on {machine} need the C library, which orders what they write for each "
+                "other, and it is not there; install gcc (and unset MINDGRPO_NATIVE), set context.backend: device, or "
+                "use 1 rank."
+            )
         self._values = memory.cast("q")
 
     def post(self, index: int, value: int) -> None:

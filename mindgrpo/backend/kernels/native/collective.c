@@ -41,8 +41,8 @@ typedef struct {
 } Group;
 
 static Group groups[MAX_GROUPS];
-static int64_t lost_pid;
-static volatile double *waits_since;
+static _Atomic int64_t lost_pid;
+static _Atomic double *waits_since;
 
 /* -- registration, from Python ------------------------------------------------------------------------------- */
 
@@ -88,17 +88,18 @@ static inline int64_t piece_of(int64_t total, int64_t at, int64_t limit) {
     return total - at < limit ? total - at : limit; /* not above 0: nothing is left of it */
 }
 
-/* The member that ended, 0 if all live. One that ended because another had is not the one to name. */
-static int64_t find_lost(const Group *g) {
-    _Atomic int64_t *first = (_Atomic int64_t *)&g->pids[g->size];
-    for (int i = 0; i < g->size && !atomic_load(first); i++) {
+/* The process that ended first of the `count` at `pids`, 0 if all live; behind them it is kept for all members. One that
+ * ended because another had is not the one to name. */
+int64_t first_lost(int64_t *pids, int32_t count) {
+    _Atomic int64_t *first = (_Atomic int64_t *)&pids[count];
+    for (int i = 0; i < count && !atomic_load(first); i++) {
         int64_t none = 0;
-        if (!process_lives(g->pids[i])) atomic_compare_exchange_strong(first, &none, g->pids[i]);
+        if (!process_lives(pids[i])) atomic_compare_exchange_strong(first, &none, pids[i]);
     }
     return atomic_load(first);
 }
 
-void group_tell_waits_at(double *place) { waits_since = place; }
+void group_tell_waits_at(double *place) { waits_since = (_Atomic double *)place; }
 
 static double now(void) {
     struct timespec t;
@@ -110,7 +111,7 @@ static int wait_for(const Group *g, Futex *cell) {
     int told = 0, status = 0;
     while (!status && futex_wait(cell, g->number, g->spins, LIFE_CHECK_MS) != WAIT_OVER) {
         if (waits_since && !told++) *waits_since = now();
-        int64_t lost = find_lost(g);
+        int64_t lost = first_lost(g->pids, g->size);
         /* It may have posted as its last deed. */
         if (lost && futex_wait(cell, g->number, 0, 0) != WAIT_OVER) {
             lost_pid = lost;

@@ -1,42 +1,50 @@
-/* See gemm.h. B goes by in panels of 32 columns, each against all rows of A in blocks of up to 12. */
+/* See gemm.h. B goes by in panels of 32 columns, each against all rows of A in blocks of up to MOST_ROWS. */
 #include "gemm.h"
 
 #include <stdlib.h>
 
 /* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
  * While it is turned, what is copied stays in the first cache. */
-enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, FEW_ROWS_DEPTH = 64, COPY_FROM = 24, MOST_ROWS = 12 };
-enum { TREE_ROWS = 128 * MOST_ROWS };
+enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, FEW_ROWS_DEPTH = 64, COPY_FROM = 24, TREE_ROWS = 1536 };
+/* Sums take three quarters of the registers; the rest is for B and an element of A. */
+enum { MOST_ROWS = REGISTERS * 3 / 4 / (PANEL / LANES) };
+_Static_assert(MOST_ROWS >= 1 && MOST_ROWS <= 12, "some_rows has a tile for each number of rows up to 12");
 
 /* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
  * columns at `next` come to the caches: a copy of them, or a product with them, would wait for each row. */
 ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
                         int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc, int keep) {
-    vec16 sum[MOST_ROWS][2];
+    lanes sum[MOST_ROWS][PANEL / LANES];
+    int parts = vecs * (VEC / LANES);
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vecs; v++) sum[r][v] = keep ? *(const vec16 *)(c + r * ldc + v * VEC) : (vec16){0};
+#pragma GCC unroll 8
+        for (int v = 0; v < parts; v++) sum[r][v] = keep ? *(const lanes *)(c + r * ldc + v * LANES) : (lanes){0};
     for (int64_t p = 0; p < k; p++) {
-        vec16 right[2];
-        for (int v = 0; v < vecs; v++) right[v] = *(const vec16 *)(b + p * ldb + v * VEC);
+        lanes right[PANEL / LANES];
+#pragma GCC unroll 8
+        for (int v = 0; v < parts; v++) right[v] = *(const lanes *)(b + p * ldb + v * LANES);
         for (int v = 0; v < vecs; v++) __builtin_prefetch(next + p * next_row + v * VEC, 0, 2);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < vecs; v++) sum[r][v] += a[r * a_row + p * a_column] * right[v];
+#pragma GCC unroll 8
+            for (int v = 0; v < parts; v++) sum[r][v] += a[r * a_row + p * a_column] * right[v];
     }
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < vecs; v++) *(vec16 *)(c + r * ldc + v * VEC) = sum[r][v];
+#pragma GCC unroll 8
+        for (int v = 0; v < parts; v++) *(lanes *)(c + r * ldc + v * LANES) = sum[r][v];
 }
 
-/* Up to 12 rows, as evenly as m allows: a few wait for the latency of their sums. Returns how many. */
+/* Up to MOST_ROWS rows, as evenly as m allows: a few wait for the latency of their sums. Returns how many. */
 ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column,
                                 const float *b, int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc,
                                 int keep) {
     int64_t blocks = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + blocks - 1) / blocks;
-#define ROWS(COUNT)                                                                     \
-    case COUNT:                                                                         \
-        tile(COUNT, vecs, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep); \
+#define ROWS(COUNT)                                                                                                \
+    case COUNT:                                                                                                    \
+        if (COUNT <= MOST_ROWS)                                                                                    \
+            tile(COUNT % (MOST_ROWS + 1), vecs, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);      \
         break;
     switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) }
 #undef ROWS
@@ -120,7 +128,7 @@ void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_
             }
 }
 
-/* Up to 12 rows of C from a whole panel; returns how many. `leaf` is the depth of each of the leaves. */
+/* Up to MOST_ROWS rows of C from a whole panel; returns how many. `leaf` is the depth of each of the leaves. */
 static int64_t tree_rows(int64_t m, int64_t width, int64_t leaf, int64_t leaves, const float *a, int64_t lda, const float *b,
                          int64_t ldb, float *c, int64_t ldc) {
     /* Sums of 2^level leaves that wait for their neighbours', as in a binary counter. */

@@ -297,7 +297,8 @@ class NativeKernels(Kernels):
         if num_parts is not None and not has_bfloat16():
             raise UserError(
                 f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need oneDNN's products of bfloat16, which "
-                "it does with AVX-512 only, and this processor has none; set them to highest and float32."
+                "it makes on x86 with AVX-512 and on Arm with BF16, and this processor has neither; set them to "
+                "highest and float32."
             )
         self.num_parts = num_parts
         self._is_narrow = is_narrow

@@ -14,9 +14,12 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError
+from mindgrpo.health.processes import STATUS_VARIABLE
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (
@@ -39,8 +43,8 @@ FLAGS = (
 )
 # kernel.h: the kind of an error for which malloc had no memory, and bytes of the longest sentence.
 OUT_OF_MEMORY, SENTENCE_BYTES = 2, 512
-# Of dnnl_cpu_isa_t.
-AVX512 = 0x20
+# After which a build says what takes so long.
+SILENT_SECONDS = 10.0
 
 
 def cache_directory() -> Path:
@@ -116,10 +120,13 @@ def build() -> Path:
         make_cache_directory()
         path = folder / f"native-{_key(program)}.so"
         with (folder / "native.lock").open("w") as lock:
-            # One rank compiles, the others wait for it.
+            # One rank compiles, the others wait for it, however long it takes.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_own(path):
-                _compile(program, path)
+                with _said_when_slow(
+                    f"compiling the C kernels with {program}, once for this machine"
+                ):
+                    _compile(program, path)
     except subprocess.SubprocessError as error:
         output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         raise Unavailable(
@@ -150,7 +157,30 @@ def _compile(program: str, path: Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@contextmanager
+def _said_when_slow(what: str) -> Iterator[None]:
+    timer = threading.Timer(SILENT_SECONDS, _say, (what,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _say(what: str) -> None:
+    """Prints a line, in a job of the launcher on its screen: whoever compiles there has a log of its own."""
+    line = f"mindgrpo: {what}; a slow machine takes minutes\n"
+    folder = os.environ.get(STATUS_VARIABLE)
+    try:
+        with Path(folder or "/nowhere", "messages").open("a", encoding="utf-8") as screen:
+            screen.write(line)
+    except OSError:
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 @cache
@@ -161,12 +191,12 @@ def library() -> ctypes.CDLL | None:
 
 
 def has_bfloat16() -> bool:
-    """Returns whether oneDNN multiplies bfloat16 here: with AVX-512, or faster with AMX. False without a library.
+    """Returns whether oneDNN multiplies bfloat16 here: on x86 with AVX-512, on Arm with BF16. False without a library.
 
     False as well before MindSpore, whose oneDNN it is, has been imported.
     """
     native = library()
-    return bool(native is not None and native.onednn_instruction_sets() & AVX512)
+    return bool(native is not None and native.has_bfloat16_products())
 
 
 def operation(

@@ -5,6 +5,9 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#ifdef __aarch64__
+#include <sys/auxv.h>
+#endif
 
 /* dnnl_types.h */
 enum { CPU = 1, IN_ORDER = 1, BFLOAT16 = 2, FLOAT32 = 3, ANY_TAG = 1, USERS_SCRATCHPAD = 1, THREADPOOL = 8 };
@@ -88,6 +91,9 @@ const char *onednn_error(void) {
     pthread_mutex_unlock(&library.busy);
     return library.is_ready ? NULL : library.error;
 }
+
+/* dnnl_cpu_isa_t, whose names are x86's; asm/hwcap.h */
+enum { AVX512 = 0x20, HAS_BF16 = 1 << 14 };
 
 int onednn_instruction_sets(void) { return onednn_error() ? 0 : dnnl.get_effective_cpu_isa(); }
 
@@ -224,4 +230,14 @@ int pack(const Packing *packing, const uint16_t *b, void *packed) {
     Argument arguments[] = {{SRC}, {DST}};
     const void *descriptions[] = {packing->plain, packing->packed};
     return run(packing->reorder, 2, arguments, descriptions, (void *[]){(void *)b, packed});
+}
+
+int has_bfloat16_products(void) {
+#ifdef __aarch64__
+    /* Without the instructions oneDNN has no product of bfloat16 or one that takes its elements one by one. */
+    const Packing *packing = getauxval(AT_HWCAP2) & HAS_BF16 ? packing_of(PACKING_ROWS, PACKING_ROWS) : NULL;
+    return packing && product_of(packing, PACKING_ROWS, PACKING_ROWS);
+#else
+    return (onednn_instruction_sets() & AVX512) != 0;
+#endif
 }

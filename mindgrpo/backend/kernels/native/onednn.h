@@ -15,6 +15,9 @@ const char *onednn_error(void);
 /* The instruction sets that oneDNN uses, as bits: dnnl_get_effective_cpu_isa, which ONEDNN_MAX_CPU_ISA limits. */
 int onednn_instruction_sets(void);
 
+/* Whether it multiplies bfloat16 by instructions of this processor: x86 with AVX-512, or Arm with BF16. */
+int has_bfloat16_products(void);
+
 /* How bfloat16 B [depth, width] is packed for products of any rows. Kept for ever; NULL where oneDNN fails. */
 typedef struct Packing Packing;
 const Packing *packing_of(int64_t depth, int64_t width);

@@ -1,4 +1,4 @@
-/* Sixteen floats at a time, and an exponential that vectorises. */
+/* Sixteen floats at a time, what a register holds of them, and an exponential that vectorises. */
 #ifndef MINDGRPO_VEC16_H
 #define MINDGRPO_VEC16_H
 
@@ -8,7 +8,20 @@
 #include <string.h>
 
 typedef float vec16 __attribute__((vector_size(64), aligned(4)));
-enum { VEC = 16 };
+
+/* VEC floats; LANES of them fit one of the processor's REGISTERS, which is what sums that have to stay in registers are of:
+ * GCC keeps wider vectors in memory. */
+#if defined(__AVX512F__)
+enum { VEC = 16, LANES = 16, REGISTERS = 32 };
+#elif defined(__AVX__)
+enum { VEC = 16, LANES = 8, REGISTERS = 16 };
+#elif defined(__aarch64__)
+enum { VEC = 16, LANES = 4, REGISTERS = 32 };
+#else
+enum { VEC = 16, LANES = 4, REGISTERS = 16 };
+#endif
+typedef float lanes __attribute__((vector_size(LANES * 4), aligned(4)));
+
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 static inline int64_t padded(int64_t n) { return (n + VEC - 1) / VEC * VEC; }
@@ -41,6 +54,16 @@ static inline float fast_exp(float x) {
 
 /* x [16][16] -> its transpose */
 ALWAYS_INLINE void transpose16(vec16 *x) {
+    /* Shuffles of several registers are made element by element, and take minutes to compile. */
+    if (LANES < VEC) {
+        float *all = (float *)x;
+        for (int i = 0; i < VEC; i++)
+            for (int j = 0; j < i; j++) {
+                float other = all[i * VEC + j];
+                all[i * VEC + j] = all[j * VEC + i], all[j * VEC + i] = other;
+            }
+        return;
+    }
     typedef int32_t order __attribute__((vector_size(64)));
 #pragma GCC unroll 4
     for (int step = 1; step < VEC; step *= 2) {
