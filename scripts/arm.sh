@@ -58,7 +58,9 @@ if [ ! -e "$folder/unpacked" ]; then
         dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink
     done
     echo 'root:x:0:0:root:/root:/bin/bash' >"$root/etc/passwd"
-    mkdir -p "$root/host" "$root/dev/shm" "$root/usr/local/bin"
+    # In a container debootstrap leaves a link to this machine's.
+    [ ! -L "$root/proc" ] || rm "$root/proc"
+    mkdir -p "$root/host" "$root/proc" "$root/dev" "$root/usr/local/bin"
     # This machine's compiler for Arm runs there as it is, not emulated.
     mkdir -p "$root/lib64"
     ln -sf /host/lib64/ld-linux-x86-64.so.2 "$root/lib64/ld-linux-x86-64.so.2"
@@ -93,7 +95,9 @@ if ! cmp -s setup.py "$folder/installed"; then
         refuse "pip could not install the packages for arm64 (see $folder/pip.log): repair the network and run this again."
     cp setup.py "$folder/installed"
 else
-    pip install --target "$root$packages" --no-compile --no-deps --upgrade "$folder"/wheel/*.whl
+    # pip would put this wheel's programs in place of all.
+    rm -rf "$root$packages"/mindgrpo "$root$packages"/mindgrpo-*.dist-info
+    python -m zipfile --extract "$folder"/wheel/*.whl "$root$packages"
 fi
 sed -i '1s|^#!.*python.*|#!/usr/bin/python3|' "$root$packages"/bin/*
 rm -rf "$root/work"
