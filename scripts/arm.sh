@@ -127,8 +127,8 @@ layout() { # SECTION data_parallel model_parallel pipeline_stage
 }
 compared=()
 for ranks in 1 4; do
-    arguments=(--config examples/grpo/tiny_arithmetic/grpo_config.yaml --rl_config.max_steps "$steps" --rl_config.eval_samples 4
-        --rl_config.prompts_per_step 4)
+    arguments=(--config examples/grpo/tiny_arithmetic/grpo_config.yaml --rl_config.max_steps "$steps" --rl_config.eval_samples 2
+        --rl_config.prompts_per_step 2 --rl_config.num_generations 4)
     if [ $ranks = 1 ]; then
         layout actor_config 1 1 1
         layout generate_config 1 1 1
