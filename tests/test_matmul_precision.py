@@ -299,5 +299,7 @@ def test_what_a_device_does_not_have_is_refused() -> None:
 def test_processors_without_instructions_for_it_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindgrpo.backend.kernels.native.kernels.has_bfloat16", lambda: False)
     NativeKernels()
-    with pytest.raises(UserError, match="AVX-512 and on Arm with BF16, and this processor has neither"):
+    with pytest.raises(
+        UserError, match="AVX-512 and on Arm with BF16, and this processor has neither"
+    ):
         NativeKernels(3)
