@@ -57,6 +57,7 @@ if [ ! -e "$folder/unpacked" ]; then
     for package in "$root"/var/cache/apt/archives/*.deb; do
         dpkg-deb --fsys-tarfile "$package" | tar -x -C "$root" --keep-directory-symlink
     done
+    ln -s python3 "$root/usr/bin/python" # what msrun starts
     echo 'root:x:0:0:root:/root:/bin/bash' >"$root/etc/passwd"
     # In a container debootstrap leaves a link to this machine's.
     [ ! -L "$root/proc" ] || rm "$root/proc"
