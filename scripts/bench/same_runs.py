@@ -22,23 +22,27 @@ def relative_gap(ours: float, others: float) -> float:
 
 
 def compare(arm: Path, x86: Path) -> tuple[int, int, dict[str, float]]:
-    """Returns how many completions differ, of how many, and by metric the largest relative gap of a step."""
+    """Returns how many completions differ, of how many, and by name the largest gap of a step.
+
+    Gaps of a metric between both runs are relative; the last one is between generator and trainer on Arm.
+    """
     ours, others = (rows_of(run / "completions.jsonl") for run in (arm, x86))
     differ = sum(a != b for a, b in itertools.zip_longest(ours, others))
     steps = [rows_of(run / "metrics.jsonl") for run in (arm, x86)]
     gaps = {
         name: max(relative_gap(a[name], b[name]) for a, b in zip(*steps, strict=True))
-        for name in ("grad_norm", "loss", "entropy")
+        for name in ("grad_norm", "entropy")
     }
+    gaps["generator and trainer"] = max(step["logprob_gap/max"] for step in steps[0])
     return differ, max(len(ours), len(others)), gaps
 
 
 def main() -> int:
     words, failed = sys.argv[1:], 0
-    print(
-        "| ranks | completions that differ | gradient norm | loss | entropy | seconds on Arm | on x86 |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    gaps_of = ("gap of the gradient norm", "of the entropy", "of generator and trainer on Arm")
+    heads = ("ranks", "completions that differ", *gaps_of, "seconds on Arm", "on x86")
+    print("|", " | ".join(heads), "|")
+    print("|", " | ".join(["---"] * len(heads)), "|")
     for arm, arm_seconds, x86, x86_seconds in zip(*[iter(words)] * 4, strict=True):
         differ, total, gaps = compare(Path(arm), Path(x86))
         ranks = Path(arm).name.rpartition("-")[2]
