@@ -66,6 +66,9 @@ SMOLLM2 = ["gguf==0.19.0"]
 # Starts a job on the nodes of a Ray cluster (examples/cluster/ray_start.py); nothing of it trains.
 RAY = ["ray>=2.9"]
 
+# A kernel for notebooks, and what runs their cells without a browser.
+NOTEBOOK = ["ipykernel", "nbclient"]
+
 # Experiment trackers of monitor_config.trackers; a server or a folder needs no more of MLflow than this.
 TRACKERS = {
     "wandb": ["wandb"],
@@ -101,6 +104,7 @@ EXTRAS_REQUIRE = {
         "types-PyYAML",
         "hypothesis",
         "datasets",
+        *NOTEBOOK,
         *CODE,
         *SMOLLM2,
         *(

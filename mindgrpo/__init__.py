@@ -6,6 +6,7 @@ A program that uses this interface and that a UserError ends prints one sentence
 from __future__ import annotations
 
 import os
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,8 @@ from mindgrpo.errors import UserError, end_programs_without_traceback
 
 # MindSpore 2.9.0 does not import after another library has loaded protobuf's C implementation, as tensorboardX does.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+# tqdm's, which other packages import in notebooks; none of its bars is shown here.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 __version__ = "0.2.0"
 __all__ = ["GRPOTrainer", "SFTTrainer", "UserError", "__version__", "load_config"]

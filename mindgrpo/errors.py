@@ -28,6 +28,10 @@ class UserError(Exception):
     def __init__(self, sentence: str) -> None:
         super().__init__(one_line(sentence))
 
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython shows, in a notebook too."""
+        return [f"mindgrpo: {self}"]
+
 
 class CannotWrite(UserError):
     """Says that a file cannot be written: the disk is full, or it is not writable."""
@@ -50,12 +54,17 @@ def print_user_error(error: UserError) -> int:
     return USER_ERROR_STATUS
 
 
+def is_interactive() -> bool:
+    """Returns whether somebody types into this process: Python's prompt, IPython, or a notebook."""
+    return hasattr(sys, "ps1")
+
+
 @cache
 def end_programs_without_traceback() -> None:
     """Lets a UserError that nobody catches end a Python program as it ends `mindgrpo`: a sentence and status 2.
 
     Every other exception goes to the hook that was there before. An interactive session shows the sentence and stays
-    open; notebooks have a display of their own, which this does not change.
+    open. IPython and notebooks never call the hook: they ask the error for its lines.
     """
     previous = sys.excepthook
 
@@ -64,7 +73,7 @@ def end_programs_without_traceback() -> None:
             previous(kind, error, trace)
             return
         status = print_user_error(error)
-        if not hasattr(sys, "ps1"):
+        if not is_interactive():
             raise SystemExit(status)
 
     sys.excepthook = hook

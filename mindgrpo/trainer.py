@@ -16,16 +16,15 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper, make_trained_roles
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.metrics import all_metrics
+from mindgrpo.grpo.roles import Roles, TrainedRoles
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.grpo.supervised import SupervisedStepper, held_out_loss, supervised_metrics
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.rollout.environment import environment_weight
 from mindgrpo.rollout.turns import make_conversations, turn_metrics
-from mindgrpo.run.checkpoints import restored_roles
 from mindgrpo.run.guards import RewardGuard
 from mindgrpo.run.preflight import Inputs, Reward, prepare, prepare_supervised
-from mindgrpo.run.session import open_run
 from mindgrpo.run.training_loop import TrainingLoop
 from mindgrpo.run.trl_arguments import Rows, refuse, with_arguments
 
@@ -42,6 +41,8 @@ class GRPOTrainer(TrainingLoop):
     does `environment` (a class or function of a module, or text as in `rl_config.environment`), and `config` is a
     mapping of its sections, or left out. `others`, such as `args`, are refused with the key to use.
     """
+
+    roles: Roles
 
     def __init__(
         self,
@@ -67,18 +68,23 @@ class GRPOTrainer(TrainingLoop):
                 reward_functions = [reward_funcs]
             else:
                 reward_functions = reward_funcs
-        config = with_arguments(config, model, train_dataset, eval_dataset, environment=environment)
+        self._rewards = reward_functions, reward_weights
+        super().__init__(
+            with_arguments(config, model, train_dataset, eval_dataset, environment=environment),
+            name,
+        )
 
-        def read(config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
-            return prepare(config, world_size, reward_functions, reward_weights, ranks, scores)
+    def _prepare(self, config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
+        return prepare(config, world_size, *self._rewards, ranks, scores)
 
-        run = open_run(config, name, read)
-        inputs, backend, record = run.inputs, run.backend, run.record
-        with run.watch.phase("load"):
-            restored = restored_roles(run.config, run.start)
-            with record.console.phase("loading weights"):
-                self.roles = make_roles(run.plan, backend, inputs.sampling, restored=restored)
-            super().__init__(run, self.roles)
+    def _make_roles(self, restored: tuple[str, ...]) -> Roles:
+        run = self.run
+        return make_roles(run.plan, run.backend, run.inputs.sampling, restored=restored)
+
+    def _open(self, config: Config | Loaded) -> None:
+        super()._open(config)
+        run = self.run
+        inputs, backend = run.inputs, run.backend
         weight = environment_weight(run.config)
         self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight)
         learning_rate = learning_rate_schedule(run.config, run.num_updates)
@@ -155,19 +161,20 @@ class SFTTrainer(TrainingLoop):
         **others: object,
     ) -> None:
         refuse("SFTTrainer", others)
-        loaded = with_arguments(config, model, train_dataset, eval_dataset, is_supervised=True)
+        super().__init__(
+            with_arguments(config, model, train_dataset, eval_dataset, is_supervised=True), name
+        )
 
-        def read(config: Config, world_size: int, ranks: Ranks, _: bool) -> Inputs:
-            return prepare_supervised(config, world_size, ranks)
+    def _prepare(self, config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
+        return prepare_supervised(config, world_size, ranks)
 
-        run = open_run(loaded, name, read)
-        with run.watch.phase("load"):
-            restored = restored_roles(run.config, run.start)
-            with run.record.console.phase("loading weights"):
-                self.roles = make_trained_roles(
-                    run.plan, run.backend, run.inputs.sampling, restored=restored
-                )
-            super().__init__(run, self.roles)
+    def _make_roles(self, restored: tuple[str, ...]) -> TrainedRoles:
+        run = self.run
+        return make_trained_roles(run.plan, run.backend, run.inputs.sampling, restored=restored)
+
+    def _open(self, config: Config | Loaded) -> None:
+        super()._open(config)
+        run = self.run
         learning_rate = learning_rate_schedule(run.config, run.num_updates)
         self.stepper = SupervisedStepper(
             self.roles, run.prompts, learning_rate, run.watch.step_phase

@@ -63,27 +63,36 @@ def test_a_signal_that_the_launcher_passes_on_has_the_launchers_name(tmp_path: P
     assert stop.value.status == 130
 
 
-@pytest.mark.parametrize("has_launcher", [False, True])
-def test_the_first_signal_is_a_wish_and_the_second_ends_the_process_unless_a_launcher_does(
-    tmp_path: Path, has_launcher: bool
+ENDS = {"alone": -signal.SIGTERM, "launched": 0, "interactive": 0}
+
+
+@pytest.mark.parametrize("where", ENDS)
+def test_the_first_signal_is_a_wish_and_the_second_ends_the_process_unless_others_do(
+    tmp_path: Path, where: str
 ) -> None:
+    """A launcher ends it; in an interactive session the run ends, and the process stays."""
+    folder = f"Path({str(tmp_path)!r})" if where == "launched" else None
     program = (
         "import os, signal, sys\nfrom pathlib import Path\n"
         "sys.path.insert(0, 'tests')\n"
         "from ranks_as_threads import World, ThreadBackend\n"
         "from mindgrpo.run.stop_signals import Stop, Stopping\n"
-        "backend = ThreadBackend(World(1), 0)\n"
-        f"backend.health.folder = Path({str(tmp_path)!r}) if {has_launcher} else None\n"
+        + ("sys.ps1 = '> '\n" if where == "interactive" else "")
+        + "backend = ThreadBackend(World(1), 0)\n"
+        f"backend.health.folder = {folder}\n"
         "stopping = Stopping(backend, 0.0, None)\n"
-        "with stopping.listening():\n"
-        "    stopping.check()\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    try:\n"
+        "try:\n"
+        "    with stopping.listening():\n"
         "        stopping.check()\n"
-        "    except Stop as stop:\n"
-        "        print(stop.status, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('goes on')\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        try:\n"
+        "            stopping.check()\n"
+        "        except Stop as stop:\n"
+        "            print(stop.status, stop.reason, flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        print('goes on')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
     )
     root = Path(__file__).resolve().parent.parent
     done = subprocess.run(
@@ -94,11 +103,15 @@ def test_the_first_signal_is_a_wish_and_the_second_ends_the_process_unless_a_lau
         text=True,
         timeout=60,
     )
-    assert done.returncode == (0 if has_launcher else -signal.SIGTERM), done.stderr
+    assert done.returncode == ENDS[where], done.stderr
+    heard, reason = "SIGTERM", "SIGTERM was received"
+    if where == "interactive":
+        heard = reason = "interrupted"
+    last = {"alone": [], "launched": ["goes on"], "interactive": ["interrupted"]}
     assert done.stdout.splitlines() == [
-        "  SIGTERM: the run ends after this phase; a second one ends it at once",
-        "143",
-        *(["goes on"] if has_launcher else []),
+        f"  {heard}: the run ends after this phase; a second one ends it at once",
+        f"143 {reason}",
+        *last[where],
     ]
 
 

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from mindgrpo.errors import FULL
 from mindgrpo.health.heartbeat import CLEAR
+from mindgrpo.monitor.notebook import NotebookProgress, in_notebook
 
 WIDTH = 80  # where the terminal's is not known
 DIVERGED = 1.0  # KL to the reference, nats a token, from where on other hints would mislead
@@ -64,6 +65,8 @@ class Console:
         self._hinted: set[str] = set()
         self._colour = self._stream is not None and self._stream.isatty()
         self._lock, self._live = threading.Lock(), ""
+        shows_notebook = enabled and stream is None and in_notebook()
+        self._notebook = NotebookProgress() if shows_notebook else None
         self._wraps = self._colour or width is not None or "COLUMNS" in os.environ
 
     def line(self, text: str = "") -> None:
@@ -80,11 +83,15 @@ class Console:
                 self._live = ""
 
     @property
-    def is_terminal(self) -> bool:
-        return self._colour
+    def shows_live(self) -> bool:
+        """Returns whether `live` shows anything: on a terminal and in a notebook."""
+        return self._colour or self._notebook is not None
 
     def live(self, text: str) -> None:
-        """Shows the text below the printed lines, on a terminal only, until the next one is printed or shown."""
+        """Shows the text below the printed lines until the next one is printed or shown; in a notebook, in its place
+        there."""
+        if self._notebook is not None:
+            self._notebook.live(text)
         text = text[: self._width - 1]
         if self._stream is None or not self._colour or text == self._live:
             return
@@ -92,6 +99,12 @@ class Console:
             self._stream.write(f"{CLEAR}{text}")
             self._stream.flush()
             self._live = text
+
+    def end_live(self) -> None:
+        """Takes away what `live` shows, for good in a notebook."""
+        self.live("")
+        if self._notebook is not None:
+            self._notebook.end()
 
     def banner(self, title: str, sections: Mapping[str, Sequence[str]]) -> None:
         """Prints a ruled title, then each section that has lines, with its name in their margin."""
@@ -131,20 +144,29 @@ class Console:
         self.line(f"  {text}: {time.perf_counter() - start:.1f} s")
 
     def step_line(self, metrics: Mapping[str, Any], num_steps: int | None = None) -> None:
-        """Prints one line with the most important metrics, then a hint if one of them calls for it."""
+        """Prints one line with the most important metrics, then a hint if one of them calls for it; in a notebook the
+        line is a row of its table."""
         total = "" if num_steps is None else f"/{num_steps}"
-        words = [(0, f"step {metrics['step']}{total}")]
+        words, cells = [(0, f"step {metrics['step']}{total}")], {}
         for key, word, style, importance in COLUMNS:
             value = metrics.get(key)
             if key == "loss" and "reward/mean" in metrics:
                 continue  # GRPO's says nothing about learning
             if key in metrics and not (value is None and key == "kl"):
-                unit = " s" if key == "time/step" else ""
-                words.append((importance, f"{word} {number(value, style)}{unit}".strip()))
+                shown = number(value, style) + (" s" if key == "time/step" else "")
+                words.append((importance, f"{word} {shown}".strip()))
+                cells[word or "time"] = shown
             if key == "reward/mean":
-                words += [(OF_FUNCTIONS, text) for text in _function_means(metrics, "reward/")]
-        first, *others = self._fitting(words)
-        self.line("  ".join([self._bold(first), *others]))
+                means = _function_means(metrics, "reward/")
+                words += [(OF_FUNCTIONS, text) for text in means]
+                cells |= {
+                    name: shown for name, _, shown in (text.rpartition(" ") for text in means)
+                }
+        if self._notebook is not None and num_steps is not None:
+            self._notebook.step(metrics["step"], num_steps, cells)
+        else:
+            first, *others = self._fitting(words)
+            self.line("  ".join([self._bold(first), *others]))
         self._hints(metrics)
 
     def means_line(self, title: str, metrics: Mapping[str, Any], prefix: str) -> None:

@@ -32,7 +32,7 @@ from mindgrpo.checkpoint.format import (
 from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
 from mindgrpo.config import Config
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, is_interactive
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.health.rank_health import resume_command
 from mindgrpo.models.route_exchange import on_first_rank
@@ -93,7 +93,11 @@ class RunCheckpoints:
 
     @property
     def resume_command(self) -> str:
-        return resume_command(sys.argv, sys.orig_argv, os.environ, self._record.directory)
+        """Returns what resumes the run: a command for a shell, or in an interactive session what to call there."""
+        directory = self._record.directory
+        if is_interactive():
+            return f"train(), or rl_config.resume_training true and output_dir {directory}"
+        return resume_command(sys.argv, sys.orig_argv, os.environ, directory)
 
     def evaluated(
         self, step: int, means: Mapping[str, float | None], lower_is_better: bool = False

@@ -2,7 +2,8 @@
 
 A signal only leaves a wish, since a rank that stopped by itself would leave the others waiting; the second signal
 ends the process at once. Under a launcher it is the launcher that ends it: schedulers signal every process of a job,
-and a rank then hears of one signal twice.
+and a rank then hears of one signal twice. In a session such as a notebook's, the second one ends the run at once, and
+the process never.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.errors import is_interactive
 from mindgrpo.health.processes import STOPPING
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 class Stop(Exception):
@@ -25,6 +29,14 @@ class Stop(Exception):
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
         self.reason, self.status = reason, status
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ends a run, and not the process, where somebody has pressed Ctrl-C or a notebook's stop button."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns the lines that IPython shows, in a notebook too."""
+        return [f"mindgrpo: {self}"]
 
 
 class Stopping:
@@ -57,9 +69,12 @@ class Stopping:
         self._received = self._received or self._backend.health.signal_of_launcher() or number
         # Without Python, which a long graph may keep from running.
         has_launcher = self._backend.health.folder is not None
-        signal.signal(number, signal.SIG_IGN if has_launcher else signal.SIG_DFL)
+        second: signal.Handlers | Handler = signal.SIG_IGN if has_launcher else signal.SIG_DFL
+        if is_interactive():
+            second = signal.default_int_handler
+        signal.signal(number, second)
         if self._rank == 0:
-            name = signal.Signals(self._received).name
+            name = _name(self._received)
             words = f"  {name}: the run ends after this phase; a second one ends it at once\n"
             os.write(1, words.encode())
 
@@ -71,8 +86,8 @@ class Stopping:
                 signal.signal(number, self._receive)
         received = max(self._world.gather_objects(self._received))
         if received:
-            name = signal.Signals(received).name
-            raise Stop(f"{name} was received", 128 + received)
+            reason = _name(received) if is_interactive() else f"{_name(received)} was received"
+            raise Stop(reason, 128 + received)
 
     def check_time(self) -> None:
         """Raises Stop, where a step has ended, for a signal, or when the run's time is up by the first rank's clock."""
@@ -85,3 +100,8 @@ class Stopping:
                 f"rl_config.max_seconds {self._max_seconds:g} have passed ({passed:.0f} s since the launch)",
                 0,
             )
+
+
+def _name(number: int) -> str:
+    # MindSpore makes SIGTERM of the SIGINT of a stop button while it computes.
+    return "interrupted" if is_interactive() else signal.Signals(number).name

@@ -12,24 +12,42 @@ from typing import Any
 
 from mindgrpo.algorithm.sample import NOTHING_CARRIED
 from mindgrpo.backend.rank_consistency import on_first_rank
-from mindgrpo.errors import CannotWrite
+from mindgrpo.config import Config, Loaded, config_with
+from mindgrpo.data.sources import Ranks
+from mindgrpo.errors import CannotWrite, UserError, is_interactive
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
+from mindgrpo.report.inline import Report
+from mindgrpo.report.write import FILE_NAME, write_at_end
 from mindgrpo.rollout.engine import Capabilities
+from mindgrpo.run.checkpoints import restored_roles
 from mindgrpo.run.guards import NanGuard
 from mindgrpo.run.host_limits import has_room_for_model
 from mindgrpo.run.model_export import ModelExport
-from mindgrpo.run.session import OpenRun, Session
-from mindgrpo.run.stop_signals import Stop
+from mindgrpo.run.preflight import Inputs
+from mindgrpo.run.session import Session, open_run
+from mindgrpo.run.stop_signals import Interrupted, Stop
 from mindgrpo.run.trl_arguments import refuse
 
 
 class TrainingLoop(ABC):
     """`carried` is what a step has left to the next one."""
 
-    def __init__(self, run: OpenRun, roles: TrainedRoles) -> None:
-        self.run, self.session = run, Session(run, roles)
-        self.export = ModelExport(roles, run.inputs.tokenizer)
+    roles: TrainedRoles
+
+    def __init__(self, config: Config | Loaded, name: str) -> None:
+        self._config, self._name = config, name
+        self._open(config)
+
+    def _open(self, config: Config | Loaded) -> None:
+        """Opens the run and reads its weights, or those of the checkpoint from which it continues."""
+        run = self.run = open_run(config, self._name, self._prepare)
+        with run.watch.phase("load"):
+            restored = restored_roles(run.config, run.start)
+            with run.record.console.phase("loading weights"):
+                self.roles = self._make_roles(restored)
+            self.session = Session(run, self.roles)
+        self.export = ModelExport(self.roles, run.inputs.tokenizer)
         self.carried = NOTHING_CARRIED
         self.nan_guard = NanGuard(
             run.config,
@@ -38,6 +56,15 @@ class TrainingLoop(ABC):
             run.record.console.line,
             self.export.write,
         )
+        self._is_over = False
+
+    @abstractmethod
+    def _prepare(self, config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
+        """Reads what the run is given; see session.Prepare."""
+
+    @abstractmethod
+    def _make_roles(self, restored: tuple[str, ...]) -> TrainedRoles:
+        """Makes the roles of `self.run`, and does not read the weights of those that are `restored`."""
 
     @abstractmethod
     def _step(self, step: int) -> dict[str, Any]:
@@ -54,20 +81,62 @@ class TrainingLoop(ABC):
     def train(self, **others: object) -> Path:
         """Runs to the end and writes the model; returns the run's folder.
 
+        A run that has ended before its last step continues from its newest checkpoint when this is called again. The
+        weights in memory are given up at the end; those of the model are in the folder.
+
         `others` are refused, with the key that takes their place. Raises SystemExit after a signal, with a checkpoint
-        of the steps that are done where they were asked for, and CannotWrite, a UserError that names the newest
-        checkpoint, where the disk is full.
+        of the steps that are done where they were asked for, and in an interactive session, such as a notebook's,
+        KeyboardInterrupt; CannotWrite, a UserError that names the newest checkpoint, where the disk is full.
         """
         refuse(f"{type(self).__name__}.train", others)
+        if self._is_over:
+            self._reopen()
         try:
             directory = self._train()
+        except BaseException:
+            # Where the process stays, so would they. Elsewhere they end with it, and the other ranks with the launcher.
+            if is_interactive() and not self._is_over and self.run.backend.world_size == 1:
+                self.run.watch.close()
+                self._close_workers()
+                self._give_up_memory()
+            raise
         finally:
+            self._is_over = True
             self.run.backend.health.end_checks()
+            self.run.record.console.end_live()
             # Tells them that the run has failed, unless it was closed.
             self.run.record.trackers.ask_to_finish(is_done=False)
         # The other ranks have ended: none of them waits.
         self.run.record.trackers.close(self.run.config.monitor_config.tracker_finish_seconds)
         return directory
+
+    def report(self) -> Report:
+        """Writes the run's page, with the steps that are done; a notebook shows what is returned. Raises UserError."""
+        directory = self.run.record.directory
+        if self.run.backend.rank == 0:
+            _, why = write_at_end(directory)
+            if why is not None:
+                raise UserError(why)
+        return Report(directory / FILE_NAME)
+
+    def _reopen(self) -> None:
+        session, directory = self.session, self.run.record.directory
+        if session.done >= session.num_steps and session.has_model:
+            raise UserError(
+                f"train() has run all {session.num_steps} steps of {directory}; make another trainer, with "
+                f"actor_config.load {self.run.record.model_directory} to train this model further."
+            )
+        if not session.checkpoints.newest:
+            raise UserError(
+                f"train() has ended after {session.done} of {session.num_steps} steps of {directory} without a "
+                "checkpoint to continue from; make another trainer, with rl_config.save_ckpt_interval to have one."
+            )
+        keys = {"rl_config.resume_training": True, "output_dir": str(directory)}
+        self._open(config_with(self._config, keys))
+
+    def _give_up_memory(self) -> None:
+        for pool in self.run.backend.live_pools:
+            pool.release()
 
     def _train(self) -> Path:
         run, session = self.run, self.session
@@ -81,7 +150,11 @@ class TrainingLoop(ABC):
         if ended is not None:
             session.say_how_to_resume(ended)
         run.backend.close()
+        self._give_up_memory()
+        self._is_over = True
         if ended is not None and ended.status:
+            if is_interactive():
+                raise Interrupted(f"the run was interrupted after {session.done} steps")
             raise SystemExit(ended.status)
         return run.record.directory
 

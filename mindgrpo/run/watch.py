@@ -47,8 +47,8 @@ class Watch:
         if settings.phase_deadline_action != "off":
             watchdog = Watchdog(health, settings.deadlines, settings.phase_deadline_action)
             health.on_beat(watchdog.check)
-        if record.console.is_terminal:
-            # This process has the terminal to itself; a launcher shows the line by itself.
+        if record.console.shows_live:
+            # This process has the terminal or notebook to itself; a launcher shows the line by itself.
             line, console = LiveLine(), record.console
 
             def show() -> None:

@@ -2,7 +2,8 @@
 
     python scripts/faults/long_run.py [--steps 500] [--ranks 8] [--from_step 50] [--keep FOLDER] [main.py's arguments]
 
-A JSON line every 50 steps, then one with the verdict; status 1 if the resident memory of the ranks, or of vLLM's
+A JSON line every 50 steps, with the least and the most memory in the last WINDOW of them, then one with the verdict;
+status 1 if the resident memory of the ranks, or of vLLM's
 engines, grew by GROWTH or more after --from_step, a rank's open files, threads, the job's processes or /dev/shm are
 not what they were, or a log was not turned over. The run saves, evaluates, scores in its pool and writes to TensorBoard
 as it goes. Memory is the sum over ranks, the mean over a window of WINDOW steps at each end, as one look may fall into
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class Look:
     rss: int
     pss: int
     engines_rss: int
+    engines_pss: int
     files: tuple[int, ...]
     threads: tuple[int, ...]
     processes: int
@@ -85,6 +87,7 @@ def look(job: Job, pids: dict[int, int], step: int) -> Look:
         rss=sum(bytes_of(path / "status", "VmRSS") for path in processes),
         pss=sum(bytes_of(path / "smaps_rollup", "Pss") for path in processes),
         engines_rss=sum(bytes_of(path / "status", "VmRSS") for path in engines),
+        engines_pss=sum(bytes_of(path / "smaps_rollup", "Pss") for path in engines),
         files=tuple(counted(path / "fd") for path in processes),
         threads=tuple(counted(path / "task") for path in processes),
         processes=len(running),
@@ -120,6 +123,16 @@ def looks(job: Job, ranks: int, last_step: int) -> Iterator[Look]:
 
 def window(seen: list[Look], first: int, last: int) -> list[Look]:
     return [one for one in seen if first <= one.step < last]
+
+
+def memory_of(seen: list[Look], step: int) -> dict[str, Any]:
+    """The least and the most of each sum, in MB, over the steps before `step`."""
+    told: dict[str, Any] = {"step": step}
+    recent = window(seen, step - WINDOW, step)
+    for name in ("rss", "pss", "engines_rss", "engines_pss") if recent else ():
+        sizes = [getattr(one, name) / 1e6 for one in recent]
+        told[f"{name}_MB"] = [round(min(sizes), 1), round(max(sizes), 1)]
+    return told
 
 
 def counts(seen: list[Look]) -> dict[str, Any]:
@@ -178,7 +191,7 @@ def main() -> int:
     with Job(folder, given.ranks, [*words(ARGUMENTS | board), *more]) as job:
         for one in looks(job, given.ranks, given.steps):
             if seen and one.step // 50 > seen[-1].step // 50:
-                print(json.dumps(asdict(one)), flush=True)
+                print(json.dumps(memory_of(seen, one.step)), flush=True)
             seen.append(one)
         status = job.process.wait(LONGEST_RUN)
         done = steps_done(job)
