@@ -48,6 +48,8 @@ def play(session: ServerConnection) -> None:
     secret = 0
     for raw in session:
         message = json.loads(raw)
+        if message["type"] == "close":
+            return
         if message["type"] == "reset":
             secret = random.Random(message["data"]["seed"]).randint(1, 10)
             rules = f"A game, number {secret % 5}: guess from 1 to 10."

@@ -24,6 +24,7 @@ from mindgrpo.workers.protocol import TIMEOUT, CallFailure, CallLimits
 SUM = "reasoning_gym:chain_sum(min_terms=2, max_terms=2)"
 GEM, TEXTARENA = "gem:game:GuessTheNumber-v0-easy", "textarena:GuessTheNumber-v0"
 OPENENV = "openenv"
+EXAMPLE = f"{Path(__file__).resolve().parents[1]}/examples/grpo/guess_number/game.py:ShortGuess"
 STEPS = 3
 WORDS = (
     *ONE_GRAPH,
@@ -96,7 +97,12 @@ def test_a_right_answer_is_rewarded_with_and_without_tags(pool: EnvironmentPool)
 
 @pytest.mark.parametrize(
     ("pool", "form", "most"),
-    [(GEM, "\\boxed{{{}}}", 10), (TEXTARENA, "[{}]", 20), (OPENENV, "{}", 10)],
+    [
+        (GEM, "\\boxed{{{}}}", 10),
+        (TEXTARENA, "[{}]", 20),
+        (OPENENV, "{}", 10),
+        (EXAMPLE, "<think>{}", 7),
+    ],
     indirect=["pool"],
 )
 def test_a_game_is_won_by_halving(pool: EnvironmentPool, form: str, most: int) -> None:
@@ -108,7 +114,7 @@ def test_a_game_is_won_by_halving(pool: EnvironmentPool, form: str, most: int) -
         if answer.is_done:
             break
         (message,) = answer.messages
-        assert f"{guess}" in message["content"] or "target number" in message["content"]
+        assert re.search(rf"{guess}|target number|^(higher|lower)$", message["content"])
         low, high = (guess + 1, high) if "higher" in message["content"] else (low, guess - 1)
     assert answer.is_done and answer.reward == 1.0
 
@@ -177,6 +183,8 @@ def test_rows_meet_environments_by_weight_by_column_and_always_the_same() -> Non
         assert {met.number_of(row) for row in rows} == {number}
     with pytest.raises(UserError, match=r"column environment is 'c', but .* has a.py:A, "):
         met.number_of(Opening({"environment": "c"}, ""))
+    server = "openenv:http://host:80"
+    assert Mixture.read(["a.py:A", server]).names == ("a.py:A", "openenv:host:80")
     for twice in (["a.py:A", "2 * a.py:A"], ["0 * a.py:A"]):
         with pytest.raises(UserError, match="must name each environment once, with a weight above"):
             Mixture.read(twice)

@@ -125,7 +125,7 @@ def read_inputs(
         mesh = mesh_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
         turns = read_turns(config, tokenizer)
-        prompts = held_out_prompts(config, tokenizer, ranks, turns)
+        prompts = held_out_prompts(config, tokenizer, ranks, turns, evaluates=True)
         assert prompts is not None
         sampling = sampling_settings(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])

@@ -122,7 +122,8 @@ def require_run_keys(
             continue
         elsewhere = rewards_in_code or loaded.config.rl_config.environment is not None
         is_made = elsewhere and key.startswith("reward_config.")
-        is_made |= key == "rl_config.dataset_file" and loaded.config.rl_config.uses_seeds
+        of_rows = ("rl_config.dataset_file", "rl_config.eval_dataset_file")
+        is_made |= key in of_rows and loaded.config.rl_config.uses_seeds
         if key in needed and not value and not is_made:
             missing.append(f"{key} ({needed[key]}) is not set")
         elif isinstance(value, str) and value.startswith(_PLACEHOLDER):

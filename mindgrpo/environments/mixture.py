@@ -14,6 +14,7 @@ from mindgrpo.environments.contract import ENVIRONMENT, Opening, load_environmen
 from mindgrpo.errors import UserError
 
 WEIGHTED = re.compile(r"(?:(\d+\.?\d*|\.\d+)\s*\*)?(.*)", re.DOTALL)
+FOLDER = re.compile(r"https?://|.*/(?=[^/]*\.py\s*:)")
 COLUMN = "environment"
 
 
@@ -32,7 +33,7 @@ class Mixture:
         weights = tuple(float(match[1] or 1) for match in matches if match)
         texts = tuple(match[2].strip() for match in matches if match)
         # Without arguments and folders, where these do not tell two apart.
-        short = [text.partition("(")[0].strip().rpartition("/")[2] for text in texts]
+        short = [FOLDER.sub("", text.partition("(")[0].strip()) for text in texts]
         names = tuple(
             name if short.count(name) == 1 else text
             for name, text in zip(short, texts, strict=True)

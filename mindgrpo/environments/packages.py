@@ -11,6 +11,7 @@ import json
 import random
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 SCHEMA_SECONDS = 10.0
@@ -125,6 +126,8 @@ class OpenEnv:
         return self._asked("step", {self._fields["action"]: completion})
 
     def close(self) -> None:
+        with suppress(*self._refusals):
+            self._session.send(json.dumps({"type": "close"}))
         self._session.close()
 
     def _asked(self, kind: str, data: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -202,10 +202,11 @@ def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
 
 
 def held_out_prompts(
-    config: Config, tokenizer: Tokenizer, ranks: Ranks, turns: Turns | None
+    config: Config, tokenizer: Tokenizer, ranks: Ranks, turns: Turns | None, evaluates: bool
 ) -> PromptSet | None:
+    """Returns the held-out prompts; seeds where the run `evaluates`, None without any."""
     rl = config.rl_config
-    if not rl.eval_dataset_file and not (rl.uses_seeds and rl.eval_steps):
+    if not rl.eval_dataset_file and not (rl.uses_seeds and evaluates):
         return None
     choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
     return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file")
@@ -266,7 +267,7 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
     turns = read_turns(config, tokenizer)
     prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file")
-    held_out = held_out_prompts(config, tokenizer, ranks, turns)
+    held_out = held_out_prompts(config, tokenizer, ranks, turns, rl.eval_steps > 0)
     if rl.role_column is not None and rl.role_column not in prompts.column_names:
         raise UserError(
             f"rl_config.role_column is {rl.role_column}, but the columns of rl_config.dataset_file {rl.dataset_file} "
