@@ -14,6 +14,7 @@ from openenv_server import SERVER_FAILURES, served
 from small_runs import ONE_GRAPH, completions, make_inputs, model_bits, rows, run
 
 from mindgrpo.checkpoint.folders import folder_of
+from mindgrpo.cli.verbs import main
 from mindgrpo.environments.contract import Observation, Opening, load_environment
 from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.packages import PACKAGES
@@ -221,6 +222,16 @@ def test_a_server_that_does_not_answer_in_time_ends_its_conversation(server: str
         assert isinstance(other, Observation) and "higher" in other.messages[0]["content"]
     finally:
         pool.close()
+
+
+def test_an_evaluation_needs_no_data_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).resolve().parents[1]
+    monkeypatch.chdir(root)
+    words = ["--config", "examples/grpo/guess_number/grpo_config.yaml", "--samples", "3"]
+    assert main(["eval", *words, "--rl_config.eval_steps", "0"]) == 0
+    assert re.search(r"environment .* 3 +0\n  3 prompts, 3 completions", capsys.readouterr().out)
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,11 @@ SOURCES = (
     *("README.md", "README_CN.md", "CHANGELOG.md", "LICENSE", "NOTICE"),
 )
 # Copies all examples, and checks what they print where the model is bundled.
-RUN_EXAMPLES = """
+# Examples that need an extra of the package.
+EXTRAS = ("guess_number",)
+RUN_EXAMPLES = (
+    f"EXTRAS = {EXTRAS}"
+    """
 import contextlib, io, shlex
 from mindgrpo.cli.verbs import main
 
@@ -55,9 +59,11 @@ for name in [line.split()[0] for line in shown("example").splitlines()[1:]]:
     command = shown("example", name).splitlines()[-1]
     print(name, command, sep="\\t")
     words = shlex.split(command)
-    if words[:2] == ["mindgrpo", "launch"] and not {"MODEL", "YOUR.yaml"} & {*words}:
+    needs_more = {"MODEL", "YOUR.yaml"} & {*words} or name in EXTRAS
+    if words[:2] == ["mindgrpo", "launch"] and not needs_more:
         print(shown("check", *words[2:]))
 """
+)
 SHORT = (*small_runs.ONE_GRAPH, "--rl_config.max_steps", "1", "--output_dir", "out")
 
 
@@ -143,7 +149,8 @@ def test_each_example_of_an_installed_wheel_passes_the_check_of_the_command_that
     others = {name: text for name, text in commands.items() if name not in bundled}
     for name, text in others.items():
         making = "make_model.py" in text and (tmp_path / text.split()[5]).is_file()
-        assert making or "--actor_config.load MODEL" in text or name == "recipes", text
+        needs_more = "--actor_config.load MODEL" in text or name in ("recipes", *EXTRAS)
+        assert making or needs_more, text
     # The layouts of the files.
     assert "--ranks 8" in commands["tiny_moe"] and "--ranks 1 " in commands["calculator"]
     # Nothing is overwritten.
