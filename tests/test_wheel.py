@@ -41,9 +41,9 @@ SOURCES = (
     *("mindgrpo", "examples", "model_configs", "setup.py", "pyproject.toml", "MANIFEST.in"),
     *("README.md", "README_CN.md", "CHANGELOG.md", "LICENSE", "NOTICE"),
 )
-# Copies all examples, and checks what they print where the model is bundled.
 # Examples that need an extra of the package.
 EXTRAS = ("guess_number",)
+# Copies all examples, and checks what they print where the model is bundled.
 RUN_EXAMPLES = (
     f"EXTRAS = {EXTRAS}"
     """
