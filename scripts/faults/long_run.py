@@ -193,6 +193,7 @@ def main() -> int:
             if seen and one.step // 50 > seen[-1].step // 50:
                 print(json.dumps(memory_of(seen, one.step)), flush=True)
             seen.append(one)
+        print(json.dumps(memory_of(seen, given.steps)), flush=True)
         status = job.process.wait(LONGEST_RUN)
         done = steps_done(job)
         assert job.status_folder is not None

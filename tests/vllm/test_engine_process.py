@@ -33,6 +33,9 @@ from small_models import changed
 
 pytestmark = needs_vllm
 
+# More than the products that oneDNN keeps; sizes of batches, in tokens. Bytes.
+NUM_SIZES, MOST_GROWTH = 80, 12 << 20
+
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
@@ -225,6 +228,25 @@ def test_sleep_gives_memory_back_and_tokens_are_the_same_afterwards(tied: Subjec
     assert "asleep" in tied.engine.generate(tied.version, requests_of(PROMPTS))["error"]
     assert tied.engine.ask({"type": "wake"})["type"] == "awake"
     assert tied.generate(requests_of(PROMPTS)) == before
+
+
+def test_memory_does_not_grow_with_the_number_of_sizes_of_batches(tied: Subject) -> None:
+    """oneDNN keeps a product for each size that it has seen, as many as it may."""
+
+    def asleep_after(first: int, last: int) -> int:
+        for size in range(first, last):
+            # None begins as another does: what vLLM has of a prefix is not computed again.
+            lengths = [*[100] * (size // 100), size % 100]
+            prompts = [[size, 3 + n, *[5] * 98][:length] for n, length in enumerate(lengths)]
+            tied.generate(requests_of([p for p in prompts if p], num_samples=1, limit=1))
+        asleep: int = tied.engine.ask({"type": "sleep"})["bytes"]
+        tied.engine.ask({"type": "wake"})
+        return asleep
+
+    before = asleep_after(1, NUM_SIZES)
+    after = asleep_after(NUM_SIZES, 3 * NUM_SIZES)
+    print(f"asleep: {before / 1e6:.1f} MB, {after / 1e6:.1f} MB after twice as many sizes more")
+    assert after < before + MOST_GROWTH
 
 
 @pytest.mark.parametrize(
