@@ -18,9 +18,10 @@ os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 __version__ = "0.2.0"
-__all__ = ["GRPOTrainer", "SFTTrainer", "UserError", "__version__", "load_config"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "SFTTrainer", "UserError", "__version__", "load_config"]
 MODULES = {
     "GRPOTrainer": "mindgrpo.trainer",
+    "GRPOConfig": "mindgrpo.run.trl_config",
     "SFTTrainer": "mindgrpo.trainer",
     "load_config": "mindgrpo.config.load",
 }

@@ -27,6 +27,7 @@ from mindgrpo.run.guards import RewardGuard
 from mindgrpo.run.preflight import Inputs, Reward, prepare, prepare_supervised
 from mindgrpo.run.training_loop import TrainingLoop
 from mindgrpo.run.trl_arguments import Rows, refuse, with_arguments
+from mindgrpo.run.trl_config import GRPOConfig
 
 
 class GRPOTrainer(TrainingLoop):
@@ -39,7 +40,8 @@ class GRPOTrainer(TrainingLoop):
     In TRL's form: `model` (a Hugging Face directory), `reward_funcs` (one or several) and `train_dataset` and
     `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, as
     does `environment` (a class or function of a module, or text as in `rl_config.environment`), and `config` is a
-    mapping of its sections, or left out. `others`, such as `args`, are refused with the key to use.
+    mapping of its sections, or left out. `args` (a GRPOConfig) and `peft_config` (PEFT's LoraConfig, or a mapping with
+    its names) win over `config`. `others`, such as `processing_class`, are refused with the key to use.
     """
 
     roles: Roles
@@ -56,6 +58,8 @@ class GRPOTrainer(TrainingLoop):
         train_dataset: str | Path | Rows | None = None,
         eval_dataset: str | Path | Rows | None = None,
         environment: str | Sequence[str] | Callable[..., Any] | None = None,
+        args: GRPOConfig | None = None,
+        peft_config: object = None,
         **others: object,
     ) -> None:
         refuse("GRPOTrainer", others)
@@ -70,7 +74,15 @@ class GRPOTrainer(TrainingLoop):
                 reward_functions = reward_funcs
         self._rewards = reward_functions, reward_weights
         super().__init__(
-            with_arguments(config, model, train_dataset, eval_dataset, environment=environment),
+            with_arguments(
+                config,
+                model,
+                train_dataset,
+                eval_dataset,
+                environment=environment,
+                args=args,
+                peft_config=peft_config,
+            ),
             name,
         )
 

@@ -46,13 +46,22 @@ WRONG = {
     "load_config(EXAMPLE, ['--rl_config.beta', 'lots'])": "rl_config.beta is 'lots'",
     "GRPOTrainer(load_config(EXAMPLE), reward_functions=['nope'])": "'nope' is not built in",
     "GRPOTrainer(model='nowhere', reward_funcs=len)": "nowhere",
-    "GRPOTrainer(args={})": "GRPOTrainer takes no argument 'args'; give its settings as config",
-    "GRPOTrainer(peft_config=None)": "set actor_config.lora.rank",
+    "GRPOTrainer(args={})": "args is a builtins.dict, but must be a mindgrpo.GRPOConfig",
+    "GRPOTrainer(peft_config=8)": "peft_config is a builtins.int, but must be PEFT's LoraConfig",
+    "GRPOTrainer(peft_config={'r': 8})": "target_modules None, which PEFT reads by the model's class",
+    "GRPOTrainer(peft_config={'lora_dropout': 0.1})": "lora_dropout 0.1, which adapters here do not",
+    "from mindgrpo import LoraConfig": "set actor_config.lora.rank",
     "GRPOTrainer(processing_class=1)": "'processing_class'; it is called rl_config.tokenizer_dir",
     "GRPOTrainer(beta=0.1)": "'beta'; did you mean rl_config.beta",
     "GRPOTrainer('model')": "config is 'model', but must be",
-    "GRPOTrainer.train(None, resume_from_checkpoint=True)": "it is called rl_config.resume_training",
-    "from mindgrpo import GRPOConfig": "there is no GRPOConfig; give its settings as config",
+    "GRPOTrainer.train(None, ignore_keys_for_eval=1)": "takes no argument 'ignore_keys_for_eval'",
+    "from mindgrpo import GRPOConfig; GRPOConfig(per_device_train_batch_size=8, bf16=True)": (
+        "per_device_train_batch_size: it is called rl_config.batch_size here: samples on a device "
+        "there, packed rows on a data-parallel rank here; bf16: set context.compute_dtype"
+    ),
+    "from mindgrpo import GRPOConfig; GRPOConfig(num_iterations=2, save_steps=5)": (
+        "num_iterations 2, with which TRL counts save_steps in updates; set rl_config.save_ckpt_interval"
+    ),
 }
 PROGRAM = """
 from mindgrpo import GRPOTrainer, load_config

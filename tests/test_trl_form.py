@@ -14,8 +14,10 @@ import pytest
 import yaml
 from small_runs import CONFIG, completions, make_inputs, model_bits, rows, run, spread
 
-from mindgrpo import GRPOTrainer
+from mindgrpo import GRPOConfig, GRPOTrainer
 from mindgrpo.config import Loaded, load_config, values_by_key
+from mindgrpo.config.names import aliases
+from mindgrpo.config.schema import LIVE
 from mindgrpo.environments.packages import ReasoningGym
 from mindgrpo.errors import UserError
 from mindgrpo.run.trl_arguments import with_arguments
@@ -44,13 +46,30 @@ def test_rows_in_memory_train_what_the_same_rows_in_a_file_train(tmp_path: Path)
         }
         for row in given
     ]
-    config = yaml.safe_load(CONFIG) | {"output_dir": str(tmp_path / "b")}
-    config["rl_config"]["max_steps"] = 1
+    config = yaml.safe_load(CONFIG)
+    own = {"max_tokens": "max_completion_length", "temperature": "temperature"}
+    sampling = config["generate_config"]["sampling_config"]
+    taken = {name: sampling.pop(key) for key, name in own.items() if key in sampling}
     model = tmp_path / "model"
     trainer = GRPOTrainer(
-        config, model=model, reward_funcs=in_trls_form, train_dataset=data, eval_dataset=data
+        config,
+        model=model,
+        reward_funcs=in_trls_form,
+        train_dataset=data,
+        eval_dataset=data,
+        args=GRPOConfig(str(tmp_path / "b"), max_steps=1, report_to="none", **taken),
     )
-    in_memory = trainer.train()
+    with pytest.raises(UserError, match="call train first"):
+        trainer.save_model(tmp_path / "copy")
+    with pytest.raises(UserError, match="loads its checkpoint when it is made"):
+        trainer.train(resume_from_checkpoint=True)
+    in_memory = trainer.train(resume_from_checkpoint=None)
+    copy, written = trainer.save_model(tmp_path / "copy"), trainer.save_model()
+    assert {path.name: path.read_bytes() for path in copy.iterdir()} == {
+        path.name: path.read_bytes() for path in written.iterdir()
+    }
+    with pytest.raises(UserError, match="holds something and is not overwritten"):
+        trainer.save_model(tmp_path / "copy")
     # The process goes on, and nothing in it has a phase's deadline.
     assert trainer.run.backend.health._checks == []
     (found,), (expected,) = rows(in_memory), rows(from_file)
@@ -98,3 +117,47 @@ def test_arguments_change_their_keys_of_a_loaded_configuration_and_no_other(tmp_
 def test_what_cannot_work_is_one_sentence(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         GRPOTrainer(**({"reward_funcs": [spread]} | arguments))
+
+
+def loaded_with(**arguments: Any) -> dict[str, Any]:
+    """The values that are not defaults, by key."""
+    loaded = with_arguments(None, None, None, None, **arguments)
+    assert isinstance(loaded, Loaded)
+    values = values_by_key(loaded.config)
+    return {key: values[key] for key in LIVE if loaded.origins[key] != "default"}
+
+
+def test_a_grpo_config_sets_the_keys_that_mean_the_same() -> None:
+    taken = aliases().taken_from_trl
+    assert taken.keys() == aliases().same_in_trl and set(taken.values()) <= LIVE.keys()
+    args = GRPOConfig("out", learning_rate=2e-5, epsilon=0.1, max_steps=-1, num_train_epochs=3.0)
+    assert loaded_with(args=args) == {
+        "output_dir": "out",
+        "actor_config.lr_schedule.lr": 2e-5,
+        "rl_config.epsilon_low": 0.1,
+        "rl_config.epsilon_high": 0.1,
+        "rl_config.epochs": 3,
+    }
+    args = GRPOConfig(use_vllm=True, scale_rewards=False, report_to="wandb", epsilon_high=0.3)
+    assert loaded_with(args=args) == {
+        "generate_config.use_vllm": 1,
+        "rl_config.scale_rewards": "none",
+        "monitor_config.trackers": ["wandb"],
+        "rl_config.epsilon_high": 0.3,
+    }
+
+
+class PeftsConfig:
+    """Stands for PEFT's LoraConfig, which needs torch."""
+
+    def __init__(self) -> None:
+        self.r, self.lora_alpha, self.target_modules = 4, 16, {"v_proj", "q_proj"}
+        self.lora_dropout, self.bias, self.task_type = 0.0, "none", "CAUSAL_LM"
+
+
+def test_adapters_are_peft_s() -> None:
+    keys = [f"actor_config.lora.{name}" for name in ("rank", "alpha", "target_modules")]
+    found = loaded_with(peft_config=PeftsConfig())
+    assert found == dict(zip(keys, (4, 16.0, ["q_proj", "v_proj"]), strict=True))
+    every = {"r": 2, "target_modules": "all-linear"}
+    assert loaded_with(peft_config=every) == dict(zip(keys, (2, 8.0, None), strict=True))

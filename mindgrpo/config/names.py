@@ -46,7 +46,7 @@ SECTIONS: frozenset[str] = frozenset(
 
 @dataclass(frozen=True)
 class Aliases:
-    """What other trainers call our keys. Only for suggestions: no value is ever taken over.
+    """What other trainers call our keys. For suggestions: no value is taken over, but those of `same_in_trl`.
 
     `by_key`: our key -> trainer -> its names. `differences`: such a name -> what its value means here. `absent`: a
     name -> why it has no key. `sections`: theirs -> ours. `same_in_mindrlhf` are our keys that MindRLHF has too;
@@ -59,10 +59,17 @@ class Aliases:
     sections: dict[str, str]
     same_in_mindrlhf: frozenset[str]
     generic: frozenset[str]
+    same_in_trl: frozenset[str]
 
     def names_of(self, key: str) -> list[str]:
         """Returns other trainers' names of our key, as they write them."""
         return [name for names in self.by_key.get(key, {}).values() for name in names]
+
+    @cached_property
+    def taken_from_trl(self) -> dict[str, str]:
+        """Maps TRL's names of `same_in_trl` to our keys."""
+        keys = {name: key for key, names in self.by_key.items() for name in names.get("trl", ())}
+        return {name: keys[name] for name in keys if name in self.same_in_trl}
 
     @cached_property
     def _keys(self) -> dict[str, str]:
@@ -105,7 +112,8 @@ def aliases() -> Aliases:
     same = (f"{section}.{leaf}" for section, leaves in data["mindrlhf"].items() for leaf in leaves)
     generic = frozenset(data["generic"])
     keys, differences, sections = data["keys"], data["differences"], data["sections"]
-    return Aliases(keys, differences, absent, sections, frozenset(same), generic)
+    taken = frozenset(data["same_in_trl"])
+    return Aliases(keys, differences, absent, sections, frozenset(same), generic, taken)
 
 
 def leaf_of(key: str) -> str:

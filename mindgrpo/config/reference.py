@@ -54,7 +54,8 @@ Another trainer's name in a configuration or on the command line is an error tha
 - **MindRLHF**: `same` means that the key has the same path. MindRLHF configurations load unchanged; keys that have no
   effect here are listed at startup ([configuration.md](configuration.md), "Retired keys").
 - **TRL**: fields of `GRPOConfig` (with `TrainingArguments`), `ScriptArguments` and `ModelConfig`, and arguments of
-  `GRPOTrainer`.
+  `GRPOTrainer`. `mindgrpo.GRPOConfig` takes the fields whose values mean the same here, and refuses the others with
+  the key to use. Fields that are left out have the defaults of this project.
 - **others**: OpenRLHF, slime, MindSpeed-RL, Megatron, NeMo-RL and older releases.
 """
 TRAINERS = {"mindrlhf": "MindRLHF", "verl": "verl", "trl": "TRL", "others": "others"}

@@ -5,6 +5,7 @@ GRPO and supervised training differ in a step and in an evaluation.
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from mindgrpo.algorithm.sample import NOTHING_CARRIED
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.data.sources import Ranks
-from mindgrpo.errors import CannotWrite, UserError, is_interactive
+from mindgrpo.errors import CannotWrite, UserError, is_interactive, writing
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.report.inline import Report
@@ -78,12 +79,12 @@ class TrainingLoop(ABC):
         """Ends what works for the run; returns what its engine is, if there is one."""
         return None
 
-    def train(self, **others: object) -> Path:
+    def train(self, resume_from_checkpoint: bool | str | None = None, **others: object) -> Path:
         """Runs to the end and writes the model; returns the run's folder.
 
         A run that has ended before its last step continues from its newest checkpoint when this is called again. The
         weights in memory are given up at the end; those of the model are in the folder.
-
+        `resume_from_checkpoint` is TRL's, and has to be what the trainer was made with: rl_config.resume_training.
         `others` are refused, with the key that takes their place. Raises SystemExit after a signal, with a checkpoint
         of the steps that are done where they were asked for, and in an interactive session, such as a notebook's,
         KeyboardInterrupt; CannotWrite, a UserError that names the newest checkpoint, where the disk is full.
@@ -91,6 +92,8 @@ class TrainingLoop(ABC):
         refuse(f"{type(self).__name__}.train", others)
         if self._is_over:
             self._reopen()
+        else:
+            self._check_resumes(resume_from_checkpoint)
         try:
             directory = self._train()
         except BaseException:
@@ -137,6 +140,35 @@ class TrainingLoop(ABC):
     def _give_up_memory(self) -> None:
         for pool in self.run.backend.live_pools:
             pool.release()
+
+    def _check_resumes(self, checkpoint: bool | str | None) -> None:
+        if checkpoint and self.run.config.rl_config.resume_training != checkpoint:
+            raise UserError(
+                f"{type(self).__name__}.train gets resume_from_checkpoint={checkpoint!r}, but a trainer loads its "
+                "checkpoint when it is made; set rl_config.resume_training to it, or write "
+                f"args=GRPOConfig(resume_from_checkpoint={checkpoint!r}, ...)."
+            )
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Copies the model that `train` has written to `output_dir`, as TRL's method of that name; returns the folder.
+
+        Without `output_dir`, it is where `train` wrote it. Only the first rank copies. Raises UserError before
+        `train`, and for a folder that holds something.
+        """
+        written = self.run.record.model_directory
+        if not self.session.has_model:
+            raise UserError("save_model copies the model that train writes; call train first.")
+        if output_dir is None:
+            return written
+        target = Path(output_dir)
+        if self.run.backend.rank == 0:
+            if target.exists() and (not target.is_dir() or any(target.iterdir())):
+                raise UserError(
+                    f"save_model: {target} holds something and is not overwritten; name another folder."
+                )
+            with writing(target):
+                shutil.copytree(written, target, dirs_exist_ok=True)
+        return target
 
     def _train(self) -> Path:
         run, session = self.run, self.session

@@ -16,6 +16,7 @@ from mindgrpo.config.names import suggestion
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import reference_to
+from mindgrpo.run.trl_config import adapters_of, values_of
 
 Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
 
@@ -33,19 +34,24 @@ def with_arguments(
     eval_dataset: str | Path | Rows | None,
     is_supervised: bool = False,
     environment: str | Sequence[str] | Callable[..., Any] | None = None,
+    args: object = None,
+    peft_config: object = None,
 ) -> Config | Loaded:
     """Returns the configuration with a model and data sets of its own, for GRPO or not. Raises UserError.
 
     A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
-    None has the defaults. `environment` is as its key has it, or a class or function that a module holds.
+    None has the defaults. `environment` is as its key has it, or a class or function that a module holds. `args` is a
+    GRPOConfig, and `peft_config` as `adapters_of` takes it.
     """
     if config is not None and not isinstance(config, Config | Loaded | Mapping):
         raise UserError(
             f"config is {config!r:.60}, but must be a configuration or a mapping of its sections; write "
             "config=load_config(FILE), or model=DIRECTORY for a model."
         )
-    values: dict[str, object] = {}
+    values: dict[str, object] = {} if args is None else values_of(args)
+    if peft_config is not None:
+        values |= adapters_of(peft_config)
     if model is not None:
         values["actor_config.load"] = str(model)
     for name, key, data, choice in (
