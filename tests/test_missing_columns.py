@@ -223,9 +223,15 @@ def test_what_a_reward_did_wrong_is_said_without_a_tail_that_does_not_fit() -> N
 def test_score_reads_what_a_run_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, write in FORMATS.items():
         path = write(tmp_path / name, ROWS["prompt and answer"])
-        status = main(["score", "--reward", "accuracy_reward", "--data", str(path)])
-        told = capsys.readouterr()
-        if name == "rows.mindrecord":
-            assert status == 2 and "give the file that it was converted from" in told.err
-        else:
-            assert status == 0 and "accuracy_reward: mean 1.0000 of 4; no failures" in told.out
+        assert main(["score", "--reward", "accuracy_reward", "--data", str(path)]) == 0, name
+        assert "accuracy_reward: mean 1.0000 of 4; no failures" in capsys.readouterr().out
+    rows = [
+        {"problem": "1+1?", "result": {"value": "2"}},
+        {"problem": "1?", "result": {"value": 1}},
+    ]
+    words = ["score", "--reward", "accuracy_reward", "--data"]
+    words.append(str(write_lines(tmp_path / "mapped.jsonl", *rows)))
+    assert main([*words, "--map-keys", "question=problem,answer=result.value"]) == 0
+    assert "accuracy_reward: mean 1.0000 of 2; no failures" in capsys.readouterr().out
+    assert main([*words, "--map-keys", "answer"]) == 2
+    assert "'answer' in --map-keys maps nothing" in capsys.readouterr().err

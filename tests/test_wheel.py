@@ -8,6 +8,7 @@ of them that fit.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,12 @@ def test_the_source_distribution_builds_the_clone_s_wheel(wheels: list[Path]) ->
     assert of_clone.keys() == of_sdist.keys()
     assert of_clone == of_sdist
     assert "mindgrpo/py.typed" in of_clone
+    # pip is held to what the package itself needs.
+    (metadata,) = (text.decode() for name, text in of_clone.items() if name.endswith("/METADATA"))
+    needs = re.findall(r"^Requires-Dist: ([\w-]+?)\(?([<>=].*?)\)?$", metadata, re.MULTILINE)
+    bounded = {name + bound for name, bounds in needs for bound in bounds.split(",")}
+    lines = of_clone["mindgrpo/constraints.txt"].decode().splitlines()[1:]
+    assert set(lines) == {each for each in bounded if "<" in each or "==" in each}
     assert wheels[0].name == f"mindgrpo-{__version__}-py3-none-any.whl"
     assert not [name for name in of_clone if "smollm2_sums/model" in name or name.endswith(".sh")]
 

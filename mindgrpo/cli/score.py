@@ -15,7 +15,9 @@ from typing import Any
 from mindgrpo.cli.arguments import Arguments, naming
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import memory_bytes
-from mindgrpo.data.examples import ANSWER_KEYS
+from mindgrpo.data.examples import ANSWER_KEYS, MAP_WHERE, Example, RowForm, parse_key_map
+from mindgrpo.data.mindrecord import read_mindrecord
+from mindgrpo.data.row_files import ListedRows, Row, Rows
 from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.console import number
@@ -41,6 +43,7 @@ FLAGS = {
     "reward_config.verifier_function": "--reward",
     "reward_config.deadline": "--deadline",
     "reward_config.memory": "--memory",
+    MAP_WHERE: "--map-keys",
 }
 
 ENVIRONMENT_FLAGS = {
@@ -88,6 +91,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--completion-column", help=text)
     text = "default: answer, solution or ground_truth; what follows #### in it is the gold answer"
     parser.add_argument("--answer-column", help=text)
+    text = "NAME=KEY,...: names of columns, as rl_config.dataset_map_keys"
+    parser.add_argument("--map-keys", default="", help=text)
     parser.add_argument("--limit", type=int, default=STEP, help="rows to score; 0: all (64)")
     parser.add_argument("--deadline", type=float, default=10.0, help="as reward_config.deadline")
     parser.add_argument("--memory", default="2GB", help="as reward_config.memory")
@@ -108,7 +113,8 @@ def main(argv: Sequence[str]) -> None:
         return
     if flags.data is None:
         raise UserError("--reward needs rows to score; name a file or directory with --data.")
-    rows = read_rows(flags.data, flags.limit)
+    with naming(FLAGS):
+        rows = read_rows(flags.data, flags.limit, row_form(flags))
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
     longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
@@ -130,24 +136,37 @@ def talk(flags: argparse.Namespace, limits: Limits) -> None:
     if flags.data is not None and flags.seed:
         raise UserError("--seed and --data both say which rows there are; leave one of them out.")
     seeds = [{"question": f"seed {seed}", "seed": seed} for seed in flags.seed or [0]]
-    rows = seeds if flags.data is None else read_rows(flags.data, flags.limit)
-    with naming(ENVIRONMENT_FLAGS):
+    with naming({**ENVIRONMENT_FLAGS, MAP_WHERE: "--map-keys"}):
+        rows = seeds
+        if flags.data is not None:
+            rows = read_rows(flags.data, flags.limit, row_form(flags))
         if flags.model is None:
             play(flags, rows, CallLimits(limits.deadline, limits.memory))
         else:
             play_with_model(flags, rows)
 
 
-def read_rows(path: Path, limit: int) -> list[dict[str, Any]]:
-    """Reads the first `limit` rows, all for 0, of whatever a run reads but a MindRecord. Raises UserError."""
-    if path.suffix == ".mindrecord":
-        raise UserError(f"--data {path} is a MindRecord; give the file that it was converted from.")
-    stored = open_rows(data_files(path, replace(FOR_TRAINING, key="--data"), "--data"))
+def row_form(flags: argparse.Namespace) -> RowForm:
+    return RowForm(None, parse_key_map(list(filter(None, flags.map_keys.split(",")))))
+
+
+def read_rows(path: Path, limit: int, form: RowForm) -> list[Row]:
+    """Reads the first `limit` rows, all for 0, of whatever a run reads. Raises UserError."""
+    files = data_files(path, replace(FOR_TRAINING, key="--data"), "--data")
+    if files[0].suffix == ".mindrecord":
+        stored: Rows = ListedRows([plain(each) for each in read_mindrecord(files[0], None)], path)
+    else:
+        stored = open_rows(files)
     located = list(stored.read(0, min(len(stored), max(0, limit) or len(stored))))
     for where, row in located:
         if not isinstance(row, dict):
             raise UserError(f"{where} is not an object; write keys and values in braces.")
-    return [row for _, row in located]
+    return [form.renamed(row, where) for where, row in located]
+
+
+def plain(example: Example) -> Row:
+    """Returns a row that the example can be made of."""
+    return {**example.columns, "question": example.question, "answer": example.answer}
 
 
 def trial_of(

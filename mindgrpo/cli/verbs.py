@@ -33,7 +33,8 @@ USAGE = {
     "sft": """\
   sft     --config FILE [--key value ...]            supervised training, on given answers""",
     "eval": """\
-  eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts
+  eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts;
+                                                     a run's model needs no --config: it has the run's
           [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,
           [--greedy] [--samples N] [--step N]        ... greedy, fewer prompts, the seed of step N (default 0)
           [--output FILE.json] [--completions FILE]  ... kept as JSON, and what was answered as JSONL""",
@@ -59,7 +60,8 @@ USAGE = {
   engine  [show [--python PYTHON]]                   the vLLM that runs would start, and whether it was tried
           install [--target DIR]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",
     "score": """\
-  score   --reward NAME_OR_FILE:FUNCTION --data FILE  tries a reward on a file, without a model
+  score   --reward NAME_OR_FILE:FUNCTION --data DATA  tries a reward on a data set, without a model
+          [--map-keys NAME=KEY,...]                  ... with columns of other names
           --environment NAME [--seed N] [--model DIR] ... or talks to an environment by hand, or with a model""",
     "export": """\
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]

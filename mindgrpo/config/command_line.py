@@ -95,6 +95,8 @@ SHORT = {
     "--num_generations": "--rl_config.eval_num_generations",
     "--samples": "--rl_config.eval_samples",
 }
+# What a run writes all values to.
+RESOLVED = "config_resolved.yaml"
 MODES = {"true": "greedy", "false": "sampled"}
 
 
@@ -115,8 +117,9 @@ class EvaluationLine:
 
 
 def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
-    """Parses `argv` without the verb. Raises UserError."""
+    """Parses `argv` without the verb; a model in a run's folder has the run's configuration. Raises UserError."""
     words: list[str] = []
+    own_config: list[str] = []
     flags: dict[str, str] = {}
     own = {"--step": "0", "--output": "", "--completions": ""}
     for flag, value in split_overrides(argv, switches=("--greedy",)):
@@ -126,6 +129,7 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
             # A model for all roles is the generator's, too.
             words += [f"--actor_config.load={model_in(value)}", "--generate_config.load="]
             flags["actor_config.load"] = flag
+            own_config = [f"{CONFIG}={path}" for path in _configurations_of(value)]
         elif flag == "--greedy":
             if value.lower() not in MODES:
                 raise UserError(
@@ -134,7 +138,8 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
             words.append(f"--rl_config.eval_modes={MODES[value.lower()]}")
         else:
             words.append(f"{SHORT.get(flag, flag)}={value}")
-    files, overrides = parse_command_line(words)
+    has_config = any(word.startswith(f"{CONFIG}=") for word in words)
+    files, overrides = parse_command_line(words if has_config else [*own_config, *words])
     step, *written = own.values()
     if not step.isdecimal():
         raise UserError(
@@ -150,6 +155,12 @@ def configuration_words(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
         line = parse_evaluation(argv[1:])
         return line.files, line.overrides
     return parse_command_line(argv)
+
+
+def _configurations_of(model: str) -> list[Path]:
+    """Returns the file with a run's resolved configuration, where `model` is a run's folder or in it."""
+    paths = [folder / RESOLVED for folder in (Path(model), Path(model).parent)]
+    return [path for path in paths if path.is_file()][:1]
 
 
 def model_in(path: str) -> str:

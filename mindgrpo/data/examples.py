@@ -129,9 +129,7 @@ class RowForm:
             raise UserError(
                 f'{where} holds a {type(row).__name__}; each row must be an object with "question" and "answer"'
             )
-        row = self._renamed(row, where)
-        if "answer" not in self.key_map:
-            row = with_verl_answer(row)
+        row = self.renamed(row, where)
         question_key, answer_key = self._question_key(row), self._answer_key(row)
         lacking = [] if answer_key else ["answer"]
         if question_key is None:
@@ -160,7 +158,13 @@ class RowForm:
         unanswered = f"{remedy(lacking, row)} ({where} has {', '.join(row)})" if lacking else ""
         return Example(messages, answer, columns, where, unanswered)
 
-    def _renamed(self, row: Row, where: str) -> Row:
+    def renamed(self, row: Row, where: str) -> Row:
+        """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""
+        mapped = self.mapped(row, where)
+        return mapped if "answer" in self.key_map else with_verl_answer(mapped)
+
+    def mapped(self, row: Row, where: str) -> Row:
+        """Returns the row with the keys that the map names. Raises UserError."""
         if not self.key_map:
             return row
         values = {

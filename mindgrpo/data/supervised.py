@@ -52,7 +52,7 @@ class SupervisedRowForm(RowForm):
         """Makes a conversation of a row that stands at `where`. Raises UserError."""
         if not isinstance(row, dict):
             raise UserError(f"{where} holds a {type(row).__name__}; each row must be an object.")
-        row = self._renamed(row, where)
+        row = self.mapped(row, where)
         messages, first = self._conversation(row, where)
         if not any(m["role"] == "assistant" and m["content"].strip() for m in messages[first:]):
             raise UserError(

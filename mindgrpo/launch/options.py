@@ -102,7 +102,9 @@ def _whole(text: str, numbers: range, otherwise: str) -> int:
 
 
 def has_config(arguments: Sequence[str]) -> bool:
-    return any(word == "--config" or word.startswith("--config=") for word in arguments)
+    """Says whether a program's arguments name a configuration; an evaluation's model may be in a run's folder."""
+    flags = ("--config", "--model") if list(arguments[:1]) == ["eval"] else ("--config",)
+    return any(word.partition("=")[0] in flags for word in arguments)
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
