@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -33,6 +33,24 @@ class UserError(Exception):
         return [f"mindgrpo: {self}"]
 
 
+class UserErrors(UserError):
+    """Says several such things at once, which the user has to change together: `sentences`."""
+
+    def __init__(self, sentences: Sequence[str]) -> None:
+        super().__init__(" ".join(sentences))
+        self.sentences = tuple(map(one_line, sentences))
+
+
+def sentences_of(error: UserError) -> tuple[str, ...]:
+    return error.sentences if isinstance(error, UserErrors) else (str(error),)
+
+
+def error_of(sentences: Iterable[str]) -> UserError:
+    """Returns one error for sentences of which some may be equal; there has to be one."""
+    first, *others = dict.fromkeys(sentences)
+    return UserErrors([first, *others]) if others else UserError(first)
+
+
 class CannotWrite(UserError):
     """Says that a file cannot be written: the disk is full, or it is not writable."""
 
@@ -49,8 +67,9 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def print_user_error(error: UserError) -> int:
-    """Prints `mindgrpo: <sentence>` to standard error; returns the exit status."""
-    print(f"mindgrpo: {error}", file=sys.stderr, flush=True)
+    """Prints `mindgrpo: <sentence>` to standard error, a line for each; returns the exit status."""
+    for sentence in sentences_of(error):
+        print(f"mindgrpo: {sentence}", file=sys.stderr, flush=True)
     return USER_ERROR_STATUS
 
 

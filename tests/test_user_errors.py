@@ -21,6 +21,7 @@ import yaml
 from mindgrpo.backend import targets
 from mindgrpo.cli.verbs import USAGE, main
 from mindgrpo.config.command_line import FLAGS
+from mindgrpo.config.names import RETIRED, SECTIONS
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.supervised import is_read
 from mindgrpo.models.decoder_config import decoder_config
@@ -98,6 +99,49 @@ def only_sentence(stderr: str) -> str:
     assert lines[0].startswith("mindgrpo: ")
     assert "Traceback" not in stderr
     return lines[0]
+
+
+def test_all_that_has_to_change_is_told_at_once(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a configuration of MindRLHF's for another model, and for devices that are not here."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(targets, "_has_ascend", lambda: False)
+    shapes = "model_configs/qwen_grpo/qwen2_5_7b/finetune_qwen2_5_7b.yaml"
+
+    def lines(*words: str) -> list[str]:
+        assert main(["check", "--config", str(configuration), *words]) == 2
+        return [only_sentence(line) for line in capsys.readouterr().err.splitlines()]
+
+    words = ["--actor_config.model_config", shapes]
+    words += ["--generate_config.max_prompt_length", "999", "--rl_config.seq_length", "2048"]
+    words += ["--context.device_target", "Ascend"]
+    words += ["--rl_config.eval_dataset_file", "nowhere.jsonl"]
+    parts = (shapes, "no Ascend device", "nowhere.jsonl", "knows positions up to 256")
+    for line, part in zip(lines(*words), parts, strict=True):
+        assert part in line
+    # What needs the model is checked once it is named, and values of all keys before anything is read.
+    parts = ("actor_config.load", "no Ascend device")
+    for line, part in zip(lines(*words, "--actor_config.load", ""), parts, strict=True):
+        assert part in line
+    wrong = [f"--{key}=-1" for key in ("rl_config.beta", "rl_config.max_steps", "context.mode")]
+    parts = ("rl_config.beta", "rl_config.max_steps", "context.mode")
+    for line, part in zip(lines(*wrong), parts, strict=True):
+        assert f"{part} is " in line
+    unknown = ("--trainer.a", "1", "--trainer.b", "2", "--rl_config.max_step", "3")
+    for line, part in zip(lines(*unknown), ("'trainer' is no section", "max_step'"), strict=True):
+        assert part in line
+
+
+def test_keys_without_effect_are_listed(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    retired = list(RETIRED)[:9]
+    words = [f"--{key}={'{}' if key in SECTIONS else '0'}" for key in retired]
+    assert main(["check", "--config", str(configuration), *words]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{key} has no effect (command line --{key})" in shown for key in retired)
 
 
 def edit(configuration: Path, old: str, new: str) -> int:

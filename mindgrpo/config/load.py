@@ -23,7 +23,7 @@ from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.section import BOUNDS, Section, either, kinds
 from mindgrpo.config.supervised import supervised
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, error_of
 from mindgrpo.strict_files import no_path
 
 # What a run cannot start without; `plan` and its like can.
@@ -104,7 +104,16 @@ def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
     unread: list[str] = []
     if is_supervised:
         entries = supervised(entries, unread)
-    live = {key: entry for key, entry in entries.items() if _is_live(key, entry, notices)}
+    live: dict[str, Sourced] = {}
+    refused: dict[str, str] = {}
+    for key, entry in entries.items():
+        try:
+            live |= {key: entry} if _is_live(key, entry, notices) else {}
+        except UserError as error:
+            # Keys of an unknown section say the same at different lines.
+            refused.setdefault(str(error).partition(" (")[0], str(error))
+    if refused:
+        raise error_of(refused.values())
     origins = {key: live[key].origin if key in live else "default" for key in LIVE}
     return Loaded(_build(live), origins, [*notices.values(), *unread], is_supervised)
 
@@ -205,7 +214,7 @@ def _build(live: dict[str, Sourced]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error, live)) from None
+        raise error_of(explain(error, live)) from None
     for key, value in values_by_key(config).items():
         if isinstance(value, str) and _IS_PATH.search(key) and (reason := no_path(value)):
             raise UserError(
@@ -235,21 +244,26 @@ def shown(value: object) -> str:
     return "null" if value is None else repr(value)
 
 
-def explain(error: ValidationError, live: Mapping[str, Sourced]) -> str:
-    """Returns pydantic's first error as a sentence: later ones often follow from it. `live` has the user's keys."""
-    first = error.errors()[0]
-    cause = first.get("ctx", {}).get("error")
-    if isinstance(cause, Contradiction):
-        keys = re.findall(r"\w+(?:\.\w+)*", str(cause))
-        origins = dict.fromkeys(live[key].origin for key in keys if key in live)
-        return f"{cause} ({', '.join(origins) or 'by default'})."
-    location = [str(name) for name in first["loc"]]
-    prefixes = (".".join(location[:end]) for end in range(len(location), 0, -1))
-    key = next(prefix for prefix in prefixes if prefix in LIVE)
-    field, (value, origin) = LIVE[key].field, live[key]
-    return (
-        f"{key} is {shown(value)}, but {_rule(first, field)}; {_remedy(value, field)} ({origin})."
-    )
+def explain(error: ValidationError, live: Mapping[str, Sourced]) -> list[str]:
+    """Returns a sentence for each key that pydantic refuses. `live` has the user's keys."""
+    sentences: dict[str, str] = {}
+    for each in error.errors():
+        cause = each.get("ctx", {}).get("error")
+        if isinstance(cause, Contradiction):
+            keys = re.findall(r"\w+(?:\.\w+)*", str(cause))
+            origins = dict.fromkeys(live[key].origin for key in keys if key in live)
+            sentences[str(cause)] = f"{cause} ({', '.join(origins) or 'by default'})."
+            continue
+        location = [str(name) for name in each["loc"]]
+        prefixes = (".".join(location[:end]) for end in range(len(location), 0, -1))
+        key = next(prefix for prefix in prefixes if prefix in LIVE)
+        field, (value, origin) = LIVE[key].field, live[key]
+        # Of the kinds that a key may be of, the first one's.
+        sentences.setdefault(
+            key,
+            f"{key} is {shown(value)}, but {_rule(each, field)}; {_remedy(value, field)} ({origin}).",
+        )
+    return list(sentences.values())
 
 
 def _rule(error: Any, field: FieldInfo) -> str:
