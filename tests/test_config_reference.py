@@ -5,12 +5,14 @@ Does not prove that a description is a good one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mindgrpo.cli.verbs import main
+from mindgrpo.config import load_config, values_by_key
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import KNOWN, RETIRED, SECTIONS, aliases
 from mindgrpo.config.reference import explain, other_trainers, reference
@@ -122,3 +124,85 @@ def test_the_verb_prints_and_refuses(capsys: pytest.CaptureFixture[str]) -> None
         assert main(["config", *words]) == 2
         refused = capsys.readouterr()
         assert refused.out == "" and refused.err.startswith("mindgrpo: config takes --explain KEY")
+
+
+# A script of verl's, and what its settings mean.
+SCRIPT = """
+export NAME=x  # no setting, as is set=-x
+python3 -m verl.trainer.main_ppo --config-path=conf \\
+    algorithm.adv_estimator=grpo_passk algorithm.norm_adv_by_std_in_grpo=False \\
+    data.train_batch_size=64 data.max_prompt_length=512 +data.max_response_length=1024 \\
+    data.filter_overlong_prompts=True data.truncation='error' data.prompt_key=question_key \\
+    data.train_files="['my data/train.parquet']" \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.clip_ratio=0.1 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0 \\
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.min_lr_ratio=0.1 \\
+    actor_rollout_ref.actor.optim.betas=[0.9,0.98] algorithm.kl_ctrl.kl_coef=0.7 \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.val_kwargs.do_sample=False \\
+    custom_reward_function.path=my.py custom_reward_function.name=score \\
+    trainer.logger='["console","wandb"]' trainer.save_freq=-1 trainer.nnodes=1 $@
+"""
+MEANT = {
+    "rl_config.advantage_estimator": "pass_at_k",
+    "rl_config.scale_rewards": "none",
+    "rl_config.prompts_per_step": 64,
+    "rl_config.updates_per_rollout": 4,
+    "rl_config.seq_length": 1536,
+    "rl_config.prompt_overflow": "drop",
+    "rl_config.dataset_map_keys": ["question=question_key"],
+    "rl_config.dataset_file": "my data/train.parquet",
+    "rl_config.epsilon_low": 0.1,
+    "rl_config.epsilon_high": 0.1,
+    "rl_config.beta": 0.002,
+    "rl_config.kl_estimator": "k3",
+    "rl_config.entropy_coef": 0.0,
+    "rl_config.loss_aggregation": "sample_sum",
+    "rl_config.eval_modes": ["greedy"],
+    "actor_config.lr_schedule.lr": 1e-6,
+    "actor_config.lr_schedule.min_lr": 1e-7,
+    "actor_config.optimizer.adam_beta1": 0.9,
+    "actor_config.optimizer.adam_beta2": 0.98,
+    "reward_config.verifier_function": ["my.py:score"],
+    "generate_config.use_vllm": 1,
+    "generate_config.max_prompt_length": 512,
+    "generate_config.sampling_config.max_tokens": 1024,
+    "monitor_config.trackers": ["wandb"],
+}
+
+
+def test_settings_of_others_become_a_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    assert main(["config", "--explain", str(tmp_path / "run.sh"), "rl_config.seed=3"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "my.yaml").write_text(printed)
+    loaded = load_config(tmp_path / "my.yaml")
+    values = values_by_key(loaded.config)
+    found = {key: values[key] for key in values if loaded.origins[key] != "default"}
+    rate = found["actor_config.lr_schedule.min_lr"]
+    assert isinstance(rate, float) and math.isclose(rate, 1e-7)
+    assert found | {"actor_config.lr_schedule.min_lr": 1e-7} == MEANT | {"rl_config.seed": 3}
+    remarks = [line for line in printed.splitlines() if line.startswith("#")]
+    parts = ("rl_config.batch_size here: samples", "without effect there", "number of ranks")
+    for remark, part in zip(remarks, parts, strict=True):
+        assert part in remark
+    # The same settings in a file of sections.
+    (tmp_path / "verl.yaml").write_text("trainer: {total_epochs: 3}\ndata: {max_prompt_length: 9}")
+    words = [str(tmp_path / "verl.yaml"), "--learning_rate=2", "max_steps=-1", "nonsense=1"]
+    assert main(["config", "--explain", *words]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "# nonsense=1: no key comes near it, leave it out",
+        "rl_config:",
+        "  epochs: 3  # trainer.total_epochs",
+        "actor_config:",
+        "  lr_schedule:",
+        "    lr: 2  # learning_rate",
+        "generate_config:",
+        "  max_prompt_length: 9  # data.max_prompt_length",
+    ]
+    assert main(["config", "--explain", "rl_config.beta=-1"]) == 0
+    assert "# to be corrected: rl_config.beta is -1, but must" in capsys.readouterr().out

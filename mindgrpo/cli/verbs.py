@@ -49,6 +49,7 @@ USAGE = {
           [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)""",
     "config": """\
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
+          --explain NAME=VALUE ... | FILE            the YAML that settings of MindRLHF, verl or TRL mean here
           | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them""",
     "example": """\
   example [NAME]                                     an example into the present folder, with the command to run it""",

@@ -72,7 +72,7 @@ def load_config(
     for flag, text in pairs:
         if flag != CONFIG:
             key = key_of(flag)
-            _override(entries, key, _value_of(text, key), f"command line {flag}")
+            _override(entries, key, value_of(text, key), f"command line {flag}")
     return _loaded(entries, is_supervised)
 
 
@@ -157,23 +157,24 @@ def _override(entries: dict[str, Sourced], key: str, value: object, origin: str)
         entries.update(flatten(value, key, origin))
 
 
-def _value_of(text: str, key: str) -> object:
+def value_of(text: str, key: str) -> object:
     """Reads a word of the command line as YAML, except where its key takes text or a list."""
-    value = _parsed(text)
+    value = parsed(text)
     wanted = kinds(LIVE[key].field.annotation) if key in LIVE else ()
     inner = next((get_args(kind)[0] for kind in wanted if get_origin(kind) is list), None)
     if inner is not None and not isinstance(value, list) and value is not None:
         if type(value) in wanted:
             return value
         words = [word.strip() for word in _COMMA.split(text)]
-        return words if inner is str else [_parsed(word) for word in words]
+        return words if inner is str else [parsed(word) for word in words]
     if str in wanted and not isinstance(value, str):
         # A path such as 2024 is text; an empty one is "not set", as in the file.
         return None if value is None and text else text
     return value
 
 
-def _parsed(text: str) -> object:
+def parsed(text: str) -> object:
+    """Reads YAML; what is none is text."""
     try:
         return parse_yaml(text)
     except yaml.YAMLError:
@@ -231,10 +232,11 @@ def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -
             yield f"{indent}{leaf}:"
             yield from _resolved_lines(value, f"{prefix}{leaf}.", origins)
         else:
-            yield f"{indent}{leaf}: {_as_yaml(value)}  # {origins.get(prefix + leaf, 'default')}"
+            yield f"{indent}{leaf}: {as_yaml(value)}  # {origins.get(prefix + leaf, 'default')}"
 
 
-def _as_yaml(value: object) -> str:
+def as_yaml(value: object) -> str:
+    """Returns a value as it stands behind its key, in one line."""
     if isinstance(value, str):
         return yaml.safe_dump(value, default_style='"', width=10**9, allow_unicode=True).strip()
     return yaml.safe_dump([value], default_flow_style=True, width=10**9).strip()[1:-1]

@@ -87,6 +87,10 @@ class Aliases:
         # A name that is written without dots wins over the last word of another.
         return leaves | {name: name for name in full if name not in not_alone}
 
+    def full(self, name: str) -> str:
+        """Returns another trainer's name as it is written there; one that is none as it is."""
+        return self._full_name(name) or name
+
     def _full_name(self, name: str) -> str:
         return self._full_names.get(name) or self._full_names.get(leaf_of(name), "")
 

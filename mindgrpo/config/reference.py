@@ -47,9 +47,25 @@ python -m mindgrpo config --other_trainers > docs/from_other_trainers.md
 ```
 
 Another trainer's name in a configuration or on the command line is an error that names the key to use.
-`python -m mindgrpo config --explain NAME` explains the key. Values are never converted: a value can have another unit
+`python -m mindgrpo config --explain NAME` explains the key. A run converts no value: a value can have another unit
 (samples instead of prompts, a ratio instead of a rate), so read the key's description in
 [configuration.md](configuration.md).
+
+Settings with values are translated as a whole. `--explain` prints the YAML that they mean here, and as comments
+whatever has no key or another meaning. It reads `name=value` words, and scripts or YAML files with them:
+
+```bash
+python -m mindgrpo config --explain data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16
+```
+
+```yaml
+rl_config:
+  prompts_per_step: 64  # data.train_batch_size
+  updates_per_rollout: 4  # actor_rollout_ref.actor.ppo_mini_batch_size
+```
+
+`config --explain run_grpo.sh > my.yaml` begins a configuration with a script of verl's. Keys that it leaves out have
+the defaults of this project.
 
 - **MindRLHF**: `same` means that the key has the same path. MindRLHF configurations load unchanged; keys that have no
   effect here are listed at startup ([configuration.md](configuration.md), "Retired keys").
