@@ -50,7 +50,6 @@ WORDS: Mapping[str, Mapping[object, object]] = {
     "algorithm.norm_adv_by_std_in_grpo": {True: "group", False: "none"},
     "algorithm.rollout_correction.bypass_mode": {True: "generator"},
     "data.filter_overlong_prompts": {True: "drop"},
-    "trainer.device": {"npu": "Ascend", "cpu": "CPU"},
     "trainer.resume_mode": {"auto": True, "disable": False},
 }
 ONLY = tuple(name for name in WORDS if name != "algorithm.adv_estimator")
