@@ -294,7 +294,7 @@ def test_several_names_of_one_trainer_for_a_key_say_in_what_they_differ() -> Non
         ("algorithm.kl_ctrl.kl_coef", ["rl_config.beta here", "rl_config.kl_in_reward"]),
         (
             "+data.filter_overlong_prompts=True",
-            ["rl_config.prompt_overflow here: its true is drop"],
+            ['prompt_overflow: "drop"  # data.filter_overlong_prompts'],
         ),
         ("sft_path_infer", ["called generate_config.model_config here"]),
         ("sft_path_train", ["called actor_config.model_config here"]),

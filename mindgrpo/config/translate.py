@@ -198,7 +198,10 @@ def kl_of(switch: str) -> Callable[[Any, Others], Values | str]:
     return rule
 
 
-def switch_of_kl(value: Any, others: Others) -> Values:
+def switch_of_kl(value: Any, others: Others) -> Values | str:
+    name = f"{ACTOR}.use_kl_loss"
+    if value is True and f"{ACTOR}.kl_loss_coef" not in others:
+        return f"rl_config.beta here: {aliases().differences[name]}"
     in_reward = others.get("algorithm.use_kl_in_reward") is True
     return {} if value is True or in_reward else {"rl_config.beta": 0.0}
 
