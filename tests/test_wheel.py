@@ -134,7 +134,7 @@ def test_the_source_distribution_builds_the_clone_s_wheel(wheels: list[Path]) ->
     assert "mindgrpo/py.typed" in of_clone
     # pip is held to what the package itself needs.
     (metadata,) = (text.decode() for name, text in of_clone.items() if name.endswith("/METADATA"))
-    needs = re.findall(r"^Requires-Dist: ([\w-]+?)\(?([<>=].*?)\)?$", metadata, re.MULTILINE)
+    needs = re.findall(r"^Requires-Dist: ([\w-]+?) ?\(?([<>=][^;\n]*?)\)?$", metadata, re.MULTILINE)
     bounded = {name + bound for name, bounds in needs for bound in bounds.split(",")}
     lines = of_clone["mindgrpo/constraints.txt"].decode().splitlines()[1:]
     assert set(lines) == {each for each in bounded if "<" in each or "==" in each}
