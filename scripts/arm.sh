@@ -112,7 +112,8 @@ on_arm() { # COMMAND: ends with everything that it has started, and leaves nothi
         mount -t proc proc "$root/proc"
         mount --rbind /dev "$root/dev"
         mount --bind / "$root/host"
-        exec chroot "$root" env -i HOME=/root LANG=C.UTF-8 QEMU_CPU='"$processor"' CC=/usr/local/bin/cross-cc \
+        # A fork under qemu may wait for ever for a lock that another thread held.
+        exec timeout --kill-after=10 3600 chroot "$root" env -i HOME=/root LANG=C.UTF-8 QEMU_CPU='"$processor"' CC=/usr/local/bin/cross-cc \
             PATH='"$packages"'/bin:/usr/local/bin:/usr/bin:/bin sh -c "cd /work && exec \"\$@\"" sh "$@"
     ' bash "$root" "$@"
 }
