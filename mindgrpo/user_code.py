@@ -96,8 +96,10 @@ def _module_in(path: Path) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the kind of error, its first line, and the deepest line outside this package and importlib."""
-    text = (str(error).strip().splitlines() or ["no message"])[0]
+    """Returns the kind of error, its first line with words, and the deepest line outside this package and importlib."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    # NLTK frames what it says of missing data in lines of asterisks.
+    text = next((line.strip() for line in lines if any(map(str.isalnum, line))), lines[0])
     location = ""
     trace = error.__traceback__
     while trace is not None:

@@ -56,7 +56,7 @@ class Misbehaves:
         if completion == "hangs":
             time.sleep(100)
         if completion == "raises":
-            raise ValueError("no such move")
+            raise ValueError("*****\\n  no such move\\n*****")
         if completion == "exits":
             os._exit(3)
         if completion == "leaves":
