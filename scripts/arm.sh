@@ -83,7 +83,7 @@ fi
 say "installing this clone's wheel and what it needs for arm64"
 rm -rf "$folder/source" "$folder/wheel"
 mkdir "$folder/source"
-cp -a mindgrpo setup.py pyproject.toml README.md LICENSE "$folder/source"
+tar -c --exclude=./output --exclude='./.venv*' --exclude=./.git . | tar -x -C "$folder/source"
 pip() { python -m pip --quiet --disable-pip-version-check --no-input "$@" >>"$folder/pip.log" 2>&1; }
 pip wheel --no-deps --wheel-dir "$folder/wheel" "$folder/source" ||
     refuse "the wheel could not be built (see $folder/pip.log)."
