@@ -137,11 +137,8 @@ class OpenEnv:
             result = answer["data"]
             if answer["type"] == "error":
                 raise RuntimeError(f"{self._url} refused {kind}: {result}")
-            return (
-                result["observation"][self._fields["observation"]],
-                result["reward"],
-                result["done"],
-            )
+            seen = result["observation"][self._fields["observation"]]
+            return seen, result["reward"], result["done"]
         except self._refusals as error:
             raise ConnectionError(f"{self._url} ended the session ({error})") from None
         except (ValueError, LookupError, TypeError):

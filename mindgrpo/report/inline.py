@@ -12,7 +12,7 @@ HEIGHT = 800  # pixels
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
+class ReportFrame:
     """The page at `path`. In a notebook, the last expression of a cell or `display(report)` shows it."""
 
     path: Path

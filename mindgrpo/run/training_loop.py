@@ -18,7 +18,7 @@ from mindgrpo.data.sources import Ranks
 from mindgrpo.errors import CannotWrite, UserError, is_interactive, writing
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
-from mindgrpo.report.inline import Report
+from mindgrpo.report.inline import ReportFrame
 from mindgrpo.report.write import FILE_NAME, write_at_end
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.checkpoints import restored_roles
@@ -113,14 +113,14 @@ class TrainingLoop(ABC):
         self.run.record.trackers.close(self.run.config.monitor_config.tracker_finish_seconds)
         return directory
 
-    def report(self) -> Report:
+    def report(self) -> ReportFrame:
         """Writes the run's page, with the steps that are done; a notebook shows what is returned. Raises UserError."""
         directory = self.run.record.directory
         if self.run.backend.rank == 0:
             _, why = write_at_end(directory)
             if why is not None:
                 raise UserError(why)
-        return Report(directory / FILE_NAME)
+        return ReportFrame(directory / FILE_NAME)
 
     def _reopen(self) -> None:
         session, directory = self.session, self.run.record.directory
