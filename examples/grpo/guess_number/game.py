@@ -16,8 +16,8 @@ NUMBER, HINT = re.compile(r"\d+"), re.compile("higher|lower")
 
 
 class ShortGuess:
-    """A guess is the last number of a turn; what is answered is higher or lower. The reward is 1 for the number, else 0:
-    of GEM's own, which grow as the last guess comes near, this model learns to guess the middle."""
+    """A guess is the last number of a turn; what is answered is higher or lower. The reward is 1 for the number, else
+    0: of GEM's own, which grow as the last guess comes near, this model learns to guess the middle."""
 
     def __init__(self, most: int = 7, turns: int = 3) -> None:
         rules = {"min_number": 1, "max_number": most, "max_turns": turns}
