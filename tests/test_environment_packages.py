@@ -15,6 +15,8 @@ from small_runs import ONE_GRAPH, completions, make_inputs, model_bits, rows, ru
 
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.cli.verbs import main
+from mindgrpo.config import load_config
+from mindgrpo.data.chat_template import render_chat
 from mindgrpo.environments.contract import Observation, Opening, load_environment
 from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.packages import PACKAGES
@@ -25,7 +27,8 @@ from mindgrpo.workers.protocol import TIMEOUT, CallFailure, CallLimits
 SUM = "reasoning_gym:chain_sum(min_terms=2, max_terms=2)"
 GEM, TEXTARENA = "gem:game:GuessTheNumber-v0-easy", "textarena:GuessTheNumber-v0"
 OPENENV = "openenv"
-EXAMPLE = f"{Path(__file__).resolve().parents[1]}/examples/grpo/guess_number/game.py:ShortGuess"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = f"{ROOT}/examples/grpo/guess_number/game.py:ShortGuess"
 STEPS = 3
 WORDS = (
     *ONE_GRAPH,
@@ -227,11 +230,25 @@ def test_a_server_that_does_not_answer_in_time_ends_its_conversation(server: str
 def test_an_evaluation_needs_no_data_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = Path(__file__).resolve().parents[1]
-    monkeypatch.chdir(root)
+    monkeypatch.chdir(ROOT)
     words = ["--config", "examples/grpo/guess_number/grpo_config.yaml", "--samples", "3"]
     assert main(["eval", *words, "--rl_config.eval_steps", "0"]) == 0
     assert re.search(r"environment .* 3 +0\n  3 prompts, 3 completions", capsys.readouterr().out)
+
+
+def test_the_solved_examples_of_a_prompt_are_problems_of_the_package() -> None:
+    config = load_config(ROOT / "examples/grpo/smollm2_chain_sum/grpo_config.yaml").config.rl_config
+    assert config.environment is not None
+    question = load_environment(config.environment[0])().reset({"seed": 1})
+    template = (ROOT / str(config.chat_template)).read_text()
+    messages = [{"role": "user", "content": question}]
+    prompt, _ = render_chat(template, messages, add_generation_prompt=True)
+    *solved, asked = prompt.split("<|im_start|>user\n")[1:]
+    assert asked == f"{question}<|im_end|>\n<|im_start|>assistant\n" and len(solved) == 2
+    for turn in solved:
+        problem, answer = re.findall(r"(\d [+-] \d) =.*\n(-?\d+)<", turn, re.DOTALL)[0]
+        assert turn.partition("<")[0] == re.sub(r"\d [+-] \d", problem, question)
+        assert eval(problem) == int(answer)
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

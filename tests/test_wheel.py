@@ -43,7 +43,7 @@ SOURCES = (
     *("README.md", "README_CN.md", "CHANGELOG.md", "LICENSE", "NOTICE"),
 )
 # Examples that need an extra of the package.
-EXTRAS = ("guess_number",)
+EXTRAS = ("guess_number", "smollm2_chain_sum")
 # Copies all examples, and checks what they print where the model is bundled.
 RUN_EXAMPLES = (
     f"EXTRAS = {EXTRAS}"
