@@ -236,19 +236,19 @@ def test_an_evaluation_needs_no_data_set(
     assert re.search(r"environment .* 3 +0\n  3 prompts, 3 completions", capsys.readouterr().out)
 
 
-def test_the_solved_examples_of_a_prompt_are_problems_of_the_package() -> None:
+def test_the_solved_example_of_a_prompt_is_a_problem_of_the_package() -> None:
     config = load_config(ROOT / "examples/grpo/smollm2_chain_sum/grpo_config.yaml").config.rl_config
     assert config.environment is not None
     question = load_environment(config.environment[0])().reset({"seed": 1})
     template = (ROOT / str(config.chat_template)).read_text()
     messages = [{"role": "user", "content": question}]
     prompt, _ = render_chat(template, messages, add_generation_prompt=True)
-    *solved, asked = prompt.split("<|im_start|>user\n")[1:]
-    assert asked == f"{question}<|im_end|>\n<|im_start|>assistant\n" and len(solved) == 2
-    for turn in solved:
-        problem, answer = re.findall(r"(\d [+-] \d) =.*\n(-?\d+)<", turn, re.DOTALL)[0]
-        assert turn.partition("<")[0] == re.sub(r"\d [+-] \d", problem, question)
-        assert eval(problem) == int(answer)
+    _, solved, asked = prompt.split("<|im_start|>user\n")
+    assert asked == f"{question}<|im_end|>\n<|im_start|>assistant\n"
+    (problem,) = re.findall(r"\d [+-] \d", solved)
+    in_its_form = re.sub(r"\d [+-] \d", problem, question)
+    turn = f"{in_its_form}<|im_end|>\n<|im_start|>assistant\n{eval(problem)}<|im_end|>\n"
+    assert solved == turn
 
 
 def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
