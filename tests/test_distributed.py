@@ -1,5 +1,6 @@
 """Whole GRPO runs on 2, 4 and 8 ranks against one process and against a committed trajectory, and weights moved
-between layouts of up to 8 ranks, each several times on either side, through the real rooms under the real launcher.
+between layouts of up to 8 ranks, each several times on either side, through the real rooms under the real launchers: on
+processors `mindgrpo launch`, over MCCL msrun alone.
 
 Does not prove that the shared algorithm is right (one process could be wrong alike: the tests against independent
 oracles say), nor anything of other devices, several hosts, the trainer's own loop or speed.
@@ -48,6 +49,9 @@ def _command(which: Which, folder: Path) -> list[str]:
     program = [str(JOB), str(folder), backend]
     if world == 1:
         return [sys.executable, *program]
+    if backend != "device":
+        # Forks the ranks from one process that has imported what they need.
+        return [sys.executable, "-m", "mindgrpo", "launch", "--ranks", str(world), "--", *program]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -59,7 +63,7 @@ def _command(which: Which, folder: Path) -> list[str]:
 
 
 def _last_words(folder: Path) -> str:
-    logs = sorted((folder / "logs").glob("worker_*.log")) + [folder / "output.log"]
+    logs = sorted((folder / "logs").rglob("worker_*.log")) + [folder / "output.log"]
     tails = [f"== {log.name}\n" + log.read_text()[-1500:] for log in logs if log.exists()]
     return "\n".join(tails)
 
@@ -72,6 +76,7 @@ def _crashed_at_its_end(folder: Path) -> bool:
 
 def _launch(which: Which, folder: Path) -> World:
     environment = os.environ | {"GLOG_v": "3", "OMP_NUM_THREADS": "1"}
+    environment["MINDGRPO_LOG_DIR"] = str(folder / "logs")
     if which[1] == "device":
         # The portable reference in all: MindSpore's own operations, and waits in Python.
         environment["MINDGRPO_NATIVE"] = "0"

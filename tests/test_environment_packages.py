@@ -54,7 +54,7 @@ def server() -> Iterator[str]:
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> Iterator[EnvironmentPool]:
     text = request.getfixturevalue("server") if request.param == OPENENV else request.param
-    made = EnvironmentPool([text], CallLimits(60.0, 4 << 30))
+    made = EnvironmentPool(Mixture.read([text]), CallLimits(60.0, 4 << 30))
     yield made
     made.close()
 
@@ -216,7 +216,7 @@ def test_what_a_server_refuses_or_leaves_out_ends_its_conversation(pool: Environ
 
 
 def test_a_server_that_does_not_answer_in_time_ends_its_conversation(server: str) -> None:
-    pool = EnvironmentPool([server], CallLimits(1.0, 4 << 30))
+    pool = EnvironmentPool(Mixture.read([server]), CallLimits(1.0, 4 << 30))
     try:
         answers = pool.ask({0: Opening({"seed": 1}, ""), 1: Opening({"seed": 1}, "")})
         assert all(isinstance(answer, Observation) for answer in answers.values())

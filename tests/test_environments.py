@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from mindgrpo.environments.contract import Closing, Observation, Opening, load_environment
+from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.workers.protocol import (
@@ -142,7 +143,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pool_of(file: Path, name: str, memory: int = 1 << 30) -> Iterator[EnvironmentPool]:
     # Runs of other tests may not have been collected yet.
     others = workers()
-    pool = EnvironmentPool([f"{file}:{name}"], CallLimits(DEADLINE, memory))
+    pool = EnvironmentPool(Mixture.read([f"{file}:{name}"]), CallLimits(DEADLINE, memory))
     yield pool
     pool.close()
     assert workers() <= others
@@ -305,7 +306,7 @@ def test_what_an_environment_starts_ends_with_the_pool(misbehaves: EnvironmentPo
 
 
 def test_one_that_prints_without_end_goes_on(file: Path) -> None:
-    pool = EnvironmentPool([f"{file}:Misbehaves"], CallLimits(60.0, 1 << 30))
+    pool = EnvironmentPool(Mixture.read([f"{file}:Misbehaves"]), CallLimits(60.0, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         assert isinstance(pool.ask({0: "prints"})[0], Observation)
@@ -314,7 +315,7 @@ def test_one_that_prints_without_end_goes_on(file: Path) -> None:
 
 
 def test_methods_may_be_coroutines(file: Path) -> None:
-    pool = EnvironmentPool([f"{file}:Waits"], CallLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool(Mixture.read([f"{file}:Waits"]), CallLimits(DEADLINE, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         for _ in range(2):
@@ -328,7 +329,7 @@ def test_methods_may_be_coroutines(file: Path) -> None:
 def test_a_class_or_function_takes_arguments_and_may_answer_as_gymnasium_does(
     file: Path, name: str
 ) -> None:
-    pool = EnvironmentPool([f"{file}:{name}"], CallLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool(Mixture.read([f"{file}:{name}"]), CallLimits(DEADLINE, 1 << 30))
     try:
         asked = pool.ask({sample: Opening({}, "0") for sample in range(3)})
         assert {own.messages[0]["content"] for own in asked.values()} == {"up to 3"}
@@ -365,3 +366,20 @@ def test_what_is_no_environment_is_refused_in_a_sentence(
     with pytest.raises(UserError) as refused:
         load_environment(text.format(file=file))
     assert sentence in str(refused.value)
+
+
+def test_rows_meet_the_environment_that_their_weights_say(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(
+        "class One:\n    def reset(self, row):\n        return 'One'\n    step = print\n"
+        "class Two(One):\n    def reset(self, row):\n        return 'Two'\n"
+    )
+    mixture = Mixture.read([f"{tmp_path}/two.py:One", f"9 * {tmp_path}/two.py:Two"])
+    openings = {row: Opening({}, "", f"0/{row}") for row in range(20)}
+    pool = EnvironmentPool(mixture, CallLimits(60.0, 1 << 30))
+    try:
+        met = {row: answer.messages[0]["content"] for row, answer in pool.ask(openings).items()}
+    finally:
+        pool.close()
+    names = {row: mixture.names[mixture.number_of(opening)] for row, opening in openings.items()}
+    assert met == {row: name.rpartition(":")[2] for row, name in names.items()}
+    assert 0 < sum(name == "One" for name in met.values()) < 7

@@ -1,4 +1,4 @@
-"""A job of four ranks that is gone on with from a checkpoint, on these ranks and on one.
+"""A job of four ranks with two environments that is gone on with from a checkpoint, on these ranks and on one.
 
 Through the launcher. Does not prove what a damaged checkpoint leads to (test_resume.py does), nor
 anything about a rank that is killed: scripts/faults/kill_matrix.py resumes after each of its kills.
@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import small_runs
+from openenv_server import served
 from small_runs import TOKEN_ARRAYS, completions, make_inputs, model_bits, rows, token_rows
 
 from mindgrpo.checkpoint.folders import folder_of, steps_in
@@ -31,6 +33,15 @@ from mindgrpo.weights.model_files import SafetensorsDirectory
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = ROOT / "examples" / "grpo" / "qwen_grpo_tutorial" / "main.py"
 RANKS, LAUNCH_SECONDS, SAVED_STEP, STEPS = 4, 300, 2, 4
+# Each prompt meets it, or a session of an OpenEnv server.
+GAME = """
+class Short:
+    def reset(self, row):
+        return "No " + row["question"][:4]
+
+    def step(self, completion):
+        return None, sum(map(ord, completion)) % 3 / 3, True
+"""
 REWARD = """
 def spread(completions, answers):
     return [float(sum(map(ord, text)) % 7 < 2) for text in completions]
@@ -43,6 +54,9 @@ SETTINGS = {
     # What rewards of earlier steps leave behind.
     "rl_config.advantage_estimator": "rae",
     "rl_config.no_positive_resampling": 0.5,
+    "rl_config.seq_length": 96,
+    "generate_config.max_prompt_length": 72,
+    "generate_config.sampling_config.eos_token_id": json.dumps(list(range(0, 384, 3))),
 }
 # What is in the order of additions alone; the rest has to be the same in every bit.
 ROUNDED = ("loss", "kl", "entropy", "grad_norm", "logprob_gap/", "padding_share", "rollout/")
@@ -72,7 +86,8 @@ ON_FOUR: dict[str, object] = {
 
 def words(folder: Path, layout: Mapping[str, object]) -> list[str]:
     reward = {"reward_config.verifier_function": f"{folder}/reward.py:spread"}
-    settings = SETTINGS | reward | layout
+    environments = (folder / "environments").read_text()
+    settings = SETTINGS | reward | {"rl_config.environment": environments} | layout
     return [str(word) for key, value in settings.items() for word in (f"--{key}", value)]
 
 
@@ -96,14 +111,17 @@ def launch(folder: Path, run: Path, layout: Mapping[str, object], *more: str) ->
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ranks")
     with pytest.MonkeyPatch.context() as patch:
         for key, value in EXPERTS.items():
             patch.setitem(small_runs.MODEL, key, value)
         make_inputs(folder, layers=2)
     (folder / "reward.py").write_text(REWARD)
-    return folder
+    (folder / "game.py").write_text(GAME)
+    with served() as address:
+        (folder / "environments").write_text(f"2 * {folder}/game.py:Short, openenv:{address}")
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +161,11 @@ def test_in_the_same_layout_rows_and_model_are_the_same_bit_for_bit(
     assert f"resumed from {folder_of(run, SAVED_STEP)}" in said
     assert steps_in(run) == [SAVED_STEP, STEPS]
     assert rows(run) == rows(whole)
+    named = {key for row in rows(run) for key in row if re.fullmatch("environment/.*/reward", key)}
+    (short,) = (key for key in named if "game.py:Short" in key)
+    assert len(named) == 2 and max(row.get(short, 0.0) for row in rows(run)) > 0
+    asked = [json.loads(line)["prompt"] for line in completions(run)]
+    assert 0 < sum("A game, number" in prompt for prompt in asked) < len(asked)
     assert model_bits(run) == model_bits(whole)
     by_token = [(each / "per_token.jsonl").read_bytes() for each in (run, whole)]
     assert by_token[0] == by_token[1]

@@ -33,7 +33,7 @@ def play(flags: Namespace, rows: Sequence[Mapping[str, Any]], limits: CallLimits
     The end of standard input ends a conversation and all that would follow.
     """
     mixture = Mixture.read(flags.environment)
-    pool = EnvironmentPool(mixture.texts, limits)
+    pool = EnvironmentPool(mixture, limits)
     try:
         for index, row in enumerate(rows):
             opening = Opening(row, f"0/{index}", f"0/{index}")

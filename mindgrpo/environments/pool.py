@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -39,12 +39,12 @@ GRACE_SECONDS = 10.0
 
 
 class EnvironmentPool:
-    """Runs the environments of `texts` (rl_config.environment). The worker starts with the first one."""
+    """Runs the environments of rl_config.environment. The worker starts with the first one."""
 
-    def __init__(self, texts: Sequence[str], limits: CallLimits) -> None:
+    def __init__(self, mixture: Mixture, limits: CallLimits) -> None:
         self._deadline = limits.deadline
-        load = partial(EnvironmentService, tuple(texts))
-        self._worker = Worker(load, ENVIRONMENT, ", ".join(texts), limits.memory)
+        load = partial(EnvironmentService, mixture)
+        self._worker = Worker(load, ENVIRONMENT, ", ".join(mixture.texts), limits.memory)
         self._open: set[int] = set()
 
     def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
@@ -144,12 +144,12 @@ class Episode:
 
 
 class EnvironmentService:
-    """Serves the environments of `texts` (rl_config.environment); each forked process has one object of one of them."""
+    """Serves the environments of rl_config.environment; each forked process has one object of one of them."""
 
     description = None
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._episode = Episode(Mixture.read(texts).load())
+    def __init__(self, mixture: Mixture) -> None:
+        self._episode = Episode(mixture.load())
 
     def answer(self, content: Question) -> dict[str, Any] | CallFailure:
         result = self._episode.answer(content)

@@ -112,7 +112,7 @@ class EnvironmentForm:
 
         Returns the trial with the longest prompt.
         """
-        pool, trials = EnvironmentPool(self.mixture.texts, self.limits), dict[int, Trial]()
+        pool, trials = EnvironmentPool(self.mixture, self.limits), dict[int, Trial]()
         try:
             for prompt in prompts[:MOST_ROWS_TRIED]:
                 opening = Opening(prompt.row, "check", f"{self.seed}/{prompt.index}")
@@ -162,7 +162,7 @@ def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | 
 
 def environment_turns(environment: EnvironmentForm, runs_here: bool) -> EnvironmentTurns:
     mixture, limits = environment.mixture, environment.limits
-    return EnvironmentTurns(EnvironmentPool(mixture.texts, limits) if runs_here else None, mixture)
+    return EnvironmentTurns(EnvironmentPool(mixture, limits) if runs_here else None, mixture)
 
 
 def environment_weight(config: Config) -> float | None:
