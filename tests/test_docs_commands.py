@@ -58,7 +58,7 @@ PAGES = [
     "docs/zh/configuration.md",
 ]
 # Change the numbers when a command comes or goes: run, and marked as not run.
-NUM_RUN, NUM_MARKED = 72, 51
+NUM_RUN, NUM_MARKED = 72, 53
 RUN_KINDS, OTHER_KINDS = ("bash", "console", "python"), ("yaml", "text", "tree")
 SHORT = (
     *("--rl_config.max_steps", "10", "--rl_config.save_ckpt_interval", "10"),
