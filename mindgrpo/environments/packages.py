@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-SCHEMA_SECONDS = 10.0
+SCHEMA_SECONDS, CLOSE_SECONDS = 10.0, 1.0
 COMMON_FIELDS = ("done", "reward", "metadata")
 
 
@@ -128,6 +128,7 @@ class OpenEnv:
     def close(self) -> None:
         with suppress(*self._refusals):
             self._session.send(json.dumps({"type": "close"}))
+            self._session.recv(CLOSE_SECONDS)  # until the server ends it: else it logs an exception
         self._session.close()
 
     def _asked(self, kind: str, data: Mapping[str, Any]) -> tuple[Any, Any, Any]:
