@@ -77,9 +77,10 @@ TRACKERS = {
     "trackio": ["trackio"],
 }
 
-# Environments that rl_config.environment names (mindgrpo/environments/packages.py).
+# Environments that rl_config.environment names (mindgrpo/environments/packages.py), as pip writes the names of extras:
+# older versions look for those as they are written.
 ENVIRONMENTS = {
-    "reasoning_gym": ["reasoning-gym"],
+    "reasoning-gym": ["reasoning-gym"],
     "gem": ["gem-llm"],
     "textarena": ["textarena"],
     "openenv": ["websockets>=13"],

@@ -42,6 +42,14 @@ SOURCES = (
     *("mindgrpo", "examples", "model_configs", "setup.py", "pyproject.toml", "MANIFEST.in"),
     *("README.md", "README_CN.md", "CHANGELOG.md", "LICENSE", "NOTICE"),
 )
+# Files whose text names extras.
+NAMING_EXTRAS = (
+    "*.md",
+    "docs/**/*.md",
+    "examples/**/*.md",
+    "examples/**/*.yaml",
+    "mindgrpo/**/*.py",
+)
 # Examples that need an extra of the package.
 EXTRAS = ("guess_number", "smollm2_chain_sum")
 # Copies all examples, and checks what they print where the model is bundled.
@@ -140,6 +148,12 @@ def test_the_source_distribution_builds_the_clone_s_wheel(wheels: list[Path]) ->
     assert set(lines) == {each for each in bounded if "<" in each or "==" in each}
     assert wheels[0].name == f"mindgrpo-{__version__}-py3-none-any.whl"
     assert not [name for name in of_clone if "smollm2_sums/model" in name or name.endswith(".sh")]
+    # An older pip installs nothing for an extra that is written otherwise than in the metadata.
+    extras = set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE))
+    files = [path for name in NAMING_EXTRAS for path in sorted(ROOT.glob(name))]
+    named = re.findall(r"mindgrpo\[([\w.,-]+)\]", "".join(path.read_text() for path in files))
+    assert {each for names in named for each in names.split(",")} <= extras
+    assert len(named) > 20
 
 
 def test_each_example_of_an_installed_wheel_passes_the_check_of_the_command_that_it_prints(

@@ -84,9 +84,10 @@ def _of_package(text: str, kind: str, name: str) -> Callable[[], Any]:
     try:
         environment = made(name.strip(), **arguments)
     except ModuleNotFoundError as error:
+        extra = kind.replace("_", "-")
         raise UserError(
             f"environment {text!r} needs the package {distribution}, and {error.name} is not installed; run "
-            f"`pip install 'mindgrpo[{kind}]'` or correct {ENVIRONMENT.key}"
+            f"`pip install 'mindgrpo[{extra}]'` or correct {ENVIRONMENT.key}"
         ) from None
     except Exception as error:  # the package's or server's own
         raise UserError(
