@@ -14,6 +14,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.ops.auto_generate import SplitWithSize
 
 from mindgrpo.backend.dtypes import mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
@@ -203,6 +204,10 @@ class LowRankLinear(nn.Cell):
         self.matmul, self.merging = matmul, merging
         self.is_merged = merging is not None
         self.value = _Value()
+        own = [width for width, has_adapter in zip(widths, adapted, strict=True) if has_adapter]
+        self.is_one = len(self.widths) == 1
+        self.rank_sizes, self.own_widths = (self.rank,) * len(own), tuple(own)
+        self.split, self.concat = SplitWithSize(), ops.Concat(-1)
 
     def construct(self, x: Any, rows: Any = None) -> Any:
         added = self.base(x, rows) + self.added(x, rows)
@@ -222,39 +227,34 @@ class LowRankLinear(nn.Cell):
         # Adapters are float32, and multiplied in x's dtype.
         a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
         low = self.multiply(x, a, rows) * self.scale
-        columns = []
-        number, column = 0, 0
+        if self.is_one:
+            return self.multiply(low, b, rows)
+        of_low, of_b = self.split(low, self.rank_sizes, -1), self.split(b, self.own_widths, -1)
+        columns, number = [], 0
         for i in range(len(self.widths)):
-            width = self.widths[i]
             if self.adapted[i]:
-                own = low[:, number * self.rank : (number + 1) * self.rank]
-                columns.append(self.multiply(own, b[..., column : column + width], rows))
+                columns.append(self.multiply(of_low[number], of_b[number], rows))
                 number += 1
-                column += width
             else:
-                columns.append(ops.zeros((x.shape[0], width), x.dtype))
-        added = columns[0]
-        if len(columns) > 1:
-            added = ops.concat(columns, 1)
-        return added
+                columns.append(ops.zeros((x.shape[0], self.widths[i]), x.dtype))
+        return self.concat(columns)
 
     def merged(self, x: Any) -> Any:
         """Computes the base's matrix [in, out] with scale * A B added, once x is there: not of all layers at once."""
         a, weight = ops.depend(self.a, x), self.base.weight
-        columns = []
-        number, column = 0, 0
-        for i in range(len(self.widths)):
-            width = self.widths[i]
-            if self.adapted[i]:
-                own = a[..., number * self.rank : (number + 1) * self.rank]
-                columns.append(self.merging(own, self.b[..., column : column + width]))
-                number += 1
-                column += width
-            else:
-                columns.append(ops.zeros((*weight.shape[:-1], width), ms.float32))
-        low_rank = columns[0]
-        if len(columns) > 1:
-            low_rank = ops.concat(columns, -1)
+        if self.is_one:
+            low_rank = self.merging(a, self.b)
+        else:
+            of_a = self.split(a, self.rank_sizes, -1)
+            of_b = self.split(self.b, self.own_widths, -1)
+            columns, number = [], 0
+            for i in range(len(self.widths)):
+                if self.adapted[i]:
+                    columns.append(self.merging(of_a[number], of_b[number]))
+                    number += 1
+                else:
+                    columns.append(ops.zeros((*weight.shape[:-1], self.widths[i]), ms.float32))
+            low_rank = self.concat(columns)
         return (weight.astype(ms.float32) + low_rank * self.scale).astype(weight.dtype)
 
 
