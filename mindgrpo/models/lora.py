@@ -161,7 +161,7 @@ def merge(
     for name in adapted:
         # Stored [in, out]: the transpose of B A.
         a, b = (adapters.part(factor) for factor in adapter_names(name))
-        whole = weights.part(name).astype(ms.float32) + float(scale) * ops.matmul(a, b)
+        whole = ops.cast(weights.part(name), ms.float32) + float(scale) * ops.matmul(a, b)
         merged.append((weights.region(name), whole.astype(mindspore_dtype(weights.dtype))))
     weights.set_parts(merged)
 
@@ -205,9 +205,11 @@ class LowRankLinear(nn.Cell):
         self.is_merged = merging is not None
         self.value = _Value()
         own = [width for width, has_adapter in zip(widths, adapted, strict=True) if has_adapter]
-        self.is_one = len(self.widths) == 1
+        self.is_one, self.is_of_experts = len(self.widths) == 1, base.is_of_experts
         self.rank_sizes, self.own_widths = (self.rank,) * len(own), tuple(own)
-        self.split, self.concat = SplitWithSize(), ops.Concat(-1)
+        self.adapts_all = all(self.adapted)
+        # A loop with a list takes a third of a graph's compilation.
+        self.split, self.concat, self.map = SplitWithSize(), ops.Concat(-1), ops.HyperMap()
 
     def construct(self, x: Any, rows: Any = None) -> Any:
         added = self.base(x, rows) + self.added(x, rows)
@@ -218,26 +220,23 @@ class LowRankLinear(nn.Cell):
         return added
 
     def multiply(self, x: Any, matrix: Any, rows: Any) -> Any:
-        if rows is None:
-            return self.matmul(x, matrix)
-        return self.matmul(x, matrix, rows)
+        if self.is_of_experts:
+            return self.matmul(x, matrix, rows)
+        return self.matmul(x, matrix)
 
     def added(self, x: Any, rows: Any) -> Any:
         """Computes scale * (x A) B."""
         # Adapters are float32, and multiplied in x's dtype.
-        a, b = self.a.astype(x.dtype), self.b.astype(x.dtype)
+        a, b = ops.cast(self.a, x.dtype), ops.cast(self.b, x.dtype)
         low = self.multiply(x, a, rows) * self.scale
         if self.is_one:
             return self.multiply(low, b, rows)
         of_low, of_b = self.split(low, self.rank_sizes, -1), self.split(b, self.own_widths, -1)
-        columns, number = [], 0
-        for i in range(len(self.widths)):
-            if self.adapted[i]:
-                columns.append(self.multiply(of_low[number], of_b[number], rows))
-                number += 1
-            else:
-                columns.append(ops.zeros((x.shape[0], self.widths[i]), x.dtype))
-        return self.concat(columns)
+        if self.is_of_experts:
+            columns = self.map(ops.partial(_by_expert, self.matmul, rows), of_low, of_b)
+        else:
+            columns = self.map(self.matmul, of_low, of_b)
+        return self.beside(columns, (x.shape[0],))
 
     def merged(self, x: Any) -> Any:
         """Computes the base's matrix [in, out] with scale * A B added, once x is there: not of all layers at once."""
@@ -247,15 +246,25 @@ class LowRankLinear(nn.Cell):
         else:
             of_a = self.split(a, self.rank_sizes, -1)
             of_b = self.split(self.b, self.own_widths, -1)
-            columns, number = [], 0
-            for i in range(len(self.widths)):
-                if self.adapted[i]:
-                    columns.append(self.merging(of_a[number], of_b[number]))
-                    number += 1
-                else:
-                    columns.append(ops.zeros((*weight.shape[:-1], self.widths[i]), ms.float32))
-            low_rank = self.concat(columns)
-        return (weight.astype(ms.float32) + low_rank * self.scale).astype(weight.dtype)
+            low_rank = self.beside(self.map(self.merging, of_a, of_b), weight.shape[:-1])
+        return ops.cast(ops.cast(weight, ms.float32) + low_rank * self.scale, weight.dtype)
+
+    def beside(self, columns: Any, rows: Any) -> Any:
+        """Returns the adapted matrices' columns with zeros [*rows, width] for the others, side by side."""
+        if self.adapts_all:
+            return self.concat(columns)
+        every, number = [], 0
+        for i in range(len(self.widths)):
+            if self.adapted[i]:
+                every.append(columns[number])
+                number += 1
+            else:
+                every.append(ops.zeros((*rows, self.widths[i]), columns[0].dtype))
+        return self.concat(every)
+
+
+def _by_expert(matmul: Any, rows: Any, x: Any, matrix: Any) -> Any:
+    return matmul(x, matrix, rows)
 
 
 class OfEach(nn.Cell):

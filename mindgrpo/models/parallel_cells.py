@@ -34,7 +34,7 @@ class CopyTo(nn.Cell):
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         if self.alone:
             return (dout,)
-        return (self.total(dout).astype(x.dtype),)
+        return (ops.cast(self.total(dout), x.dtype),)
 
 
 class ReduceFrom(nn.Cell):
@@ -83,7 +83,7 @@ class GatherTokens(nn.Cell):
             own = self.slice(dout, (start, 0), (start + count, width), (1, 1))
         else:
             own = self.scatter(dout.reshape(self.size, count, width))
-        return (own.astype(x.dtype),)
+        return (ops.cast(own, x.dtype),)
 
 
 class GatheredProduct(nn.Cell):
@@ -108,7 +108,7 @@ class GatheredProduct(nn.Cell):
     def bprop(self, x: Any, weight: Any, out: Any, dout: Any) -> Any:
         whole = self.gather(ops.depend(x, dout)).reshape(-1, x.shape[-1])
         by_rank = self.back(ops.depend(dout, whole), weight).reshape(self.size, -1, x.shape[-1])
-        return self.scatter(by_rank).astype(x.dtype), self.gradient(whole, dout)
+        return ops.cast(self.scatter(by_rank), x.dtype), self.gradient(whole, dout)
 
 
 class Entering(nn.Cell):
@@ -140,7 +140,7 @@ class ScatterTokens(nn.Cell):
 
     def bprop(self, y: Any, after: Any, out: Any, dout: Any) -> Any:
         whole = self.gather(ops.depend(dout, after)).reshape(y.shape)
-        return whole.astype(y.dtype), self.zeros(after)
+        return ops.cast(whole, y.dtype), self.zeros(after)
 
 
 class ExchangeRows(nn.Cell):
@@ -206,14 +206,18 @@ class Float32Gradient(nn.Cell):
         return weight
 
     def bprop(self, weight: Any, out: Any, dout: Any) -> Any:
-        return (dout.astype(ms.float32),)
+        return (ops.cast(dout, ms.float32),)
 
 
 class ToFloat32(nn.Cell):
     """A vector of weights in float32, whose gradient stays float32: its sum over tokens would lose most digits."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast = ops.Cast()
+
     def construct(self, x: Any) -> Any:
-        return x.astype(ms.float32)
+        return self.cast(x, ms.float32)
 
     def bprop(self, x: Any, out: Any, dout: Any) -> Any:
         return (dout,)
@@ -236,6 +240,7 @@ class Linear(nn.Cell):
         super().__init__()
         self.weight = weight
         self.matmul, self.exact = matmul, exact
+        self.is_of_experts = len(weight.shape) > 2
 
     # Not `*rows`: of what takes any number of arguments MindSpore computes nothing again.
     def construct(self, x: Any, rows: Any = None) -> Any:
@@ -243,9 +248,9 @@ class Linear(nn.Cell):
 
     def product(self, x: Any, weight: Any, rows: Any = None) -> Any:
         """Computes the same with another weight."""
-        if rows is None:
-            return self.matmul(x, self.exact(weight))
-        return self.matmul(x, self.exact(weight), rows)
+        if self.is_of_experts:
+            return self.matmul(x, self.exact(weight), rows)
+        return self.matmul(x, self.exact(weight))
 
 
 class BiasedLinear(nn.Cell):

@@ -180,7 +180,8 @@ class _MatMul(nn.Cell):
             )
 
         # The operation's and not the cell's own: of these MindSpore computes nothing again.
-        self.run = operation(*forward, as_first, plain_bprop if num_parts is None else bprop)
+        own = plain_bprop if num_parts is None else bprop
+        self.run = operation(*forward, as_first, own, variant=num_parts or 0)
         self.summation = Tensor([num_parts or 0, leaves], ms.int32)
 
     def construct(self, x: Any, weight: Any) -> Any:

@@ -204,14 +204,20 @@ def operation(
     out_shape: Callable[..., Any],
     out_dtype: Callable[..., Any],
     bprop: Callable[..., Any] | None = None,
+    variant: int = 0,
 ) -> Any:
-    """Makes a graph operation on kernel `symbol`, whose gradient is `bprop`. Raises RuntimeError without a library."""
+    """Makes a graph operation on kernel `symbol`, whose gradient is `bprop`. Raises RuntimeError without a library.
+
+    Operations on one kernel that have different gradients need different `variant`s: MindSpore computes those of equal
+    attributes by the gradient that it met first in some graphs.
+    """
     from mindspore import ops
 
     path = library_path()
     if path is None:
         raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")
-    return ops.Custom(f"{path}:{symbol}", out_shape, out_dtype, "aot", bprop)
+    made = ops.Custom(f"{path}:{symbol}", out_shape, out_dtype, "aot", bprop)
+    return made.add_prim_attr("variant", variant)
 
 
 def kernel_error() -> Exception | None:
