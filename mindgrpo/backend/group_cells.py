@@ -31,7 +31,7 @@ class SumInFloat32(nn.Cell):
         self.total = total
 
     def construct(self, x: Any) -> Any:
-        return self.total(x.astype(ms.float32)).astype(x.dtype)
+        return ops.cast(self.total(ops.cast(x, ms.float32)), x.dtype)
 
 
 class GatherBySum(nn.Cell):
@@ -46,7 +46,7 @@ class GatherBySum(nn.Cell):
 
     def construct(self, x: Any) -> Any:
         mask = self.reshape(self.one_hot, (self.size,) + (1,) * len(x.shape))
-        return self.total(mask.astype(x.dtype) * self.expand(x, 0))
+        return self.total(ops.cast(mask, x.dtype) * self.expand(x, 0))
 
 
 class ScatterBySum(nn.Cell):

@@ -9,6 +9,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import SplitWithSize, SumExt
 
 from mindgrpo.models.shard import Shard
 
@@ -48,12 +49,12 @@ class Attention(nn.Cell):
             qkv = self.projection_norm(qkv)
         q_norm, k_norm = self.vector(self.q_norm), self.vector(self.k_norm)
         if self.has_head_norms and self.norm_offset != 0.0:
-            q_norm = q_norm.astype(ms.float32) + self.norm_offset
-            k_norm = k_norm.astype(ms.float32) + self.norm_offset
+            q_norm = ops.cast(q_norm, ms.float32) + self.norm_offset
+            k_norm = ops.cast(k_norm, ms.float32) + self.norm_offset
         mixed = self.attend(qkv, self.vector(self.bias), q_norm, k_norm, *context)
         y = self.leave(self.out(mixed), qkv)
         if self.has_out_bias:
-            y = y + self.vector(self.out_bias).astype(y.dtype)
+            y = y + ops.cast(self.vector(self.out_bias), y.dtype)
         return y
 
 
@@ -77,20 +78,24 @@ class ProjectionNorm(nn.Cell):
         self.has_bias = self.bias is not None
         self.vector = shard.vector()
         self.reduce, self.copy = shard.reduce_from_group(), shard.copy_to_group()
+        self.widths = self.queries, self.keys - self.queries, self.keys - self.queries
+        self.split, self.halves = SplitWithSize(), ops.Split(1, 2)
+        self.sum, self.concat = SumExt(), ops.Concat(1)
 
     def construct(self, qkv: Any) -> Any:
-        dtype, qkv = qkv.dtype, qkv.astype(ms.float32)
+        dtype, qkv = qkv.dtype, ops.cast(qkv, ms.float32)
         if self.has_bias:
             qkv = qkv + self.vector(self.bias)
-        queries, keys = qkv[:, : self.queries], qkv[:, self.queries : self.keys]
-        squares = ops.concat(
-            ((queries * queries).sum(1, keepdims=True), (keys * keys).sum(1, keepdims=True)), 1
-        )
+        queries, keys, values = self.split(qkv, self.widths, 1)
+        squares = self.concat((self.squares(queries), self.squares(keys)))
         # All ranks use the sum, so its gradient is a sum over them as well.
         total = self.copy(self.reduce(squares))
-        scale = ops.rsqrt(total * self.mean + self.eps)
+        of_queries, of_keys = self.halves(ops.rsqrt(total * self.mean + self.eps))
         queries = (
-            queries * scale[:, :1] * (self.vector(self.q_norm).astype(ms.float32) + self.offset)
+            queries * of_queries * (ops.cast(self.vector(self.q_norm), ms.float32) + self.offset)
         )
-        keys = keys * scale[:, 1:] * (self.vector(self.k_norm).astype(ms.float32) + self.offset)
-        return ops.concat((queries, keys, qkv[:, self.keys :]), 1).astype(dtype)
+        keys = keys * of_keys * (ops.cast(self.vector(self.k_norm), ms.float32) + self.offset)
+        return ops.cast(self.concat((queries, keys, values)), dtype)
+
+    def squares(self, x: Any) -> Any:
+        return self.sum(x * x, (1,), True, None)

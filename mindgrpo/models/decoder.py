@@ -126,7 +126,7 @@ class Norm(nn.Cell):
     def construct(self, x: Any) -> Any:
         weight = self.vector(self.weight)
         if self.offset != 0.0:
-            weight = weight.astype(ms.float32) + self.offset
+            weight = ops.cast(weight, ms.float32) + self.offset
         return self.norm(x, weight)
 
 
@@ -148,7 +148,7 @@ class AddNorm(nn.Cell):
             return total, total
         weight = self.vector(self.weight)
         if self.offset != 0.0:
-            weight = weight.astype(ms.float32) + self.offset
+            weight = ops.cast(weight, ms.float32) + self.offset
         return self.norm(x, added, weight)
 
 
@@ -433,8 +433,8 @@ class Head(nn.Cell):
         """Computes the same with a table that is given."""
         x = self.copy(self.norm(x))
         if self.widens:
-            x = x.astype(ms.float32)
-        logits = self.matmul(x, self.exact(table)).astype(ms.float32)
+            x = ops.cast(x, ms.float32)
+        logits = ops.cast(self.matmul(x, self.exact(table)), ms.float32)
         if self.is_padded:
             logits = logits + self.bias
         return logits
@@ -476,5 +476,5 @@ class LogProbStage(nn.Cell):
         picks, labels = inputs
         picked = self.copy(self.norm(self.pick(picks, self.all_tokens(x))))
         if self.widens:
-            picked = picked.astype(ms.float32)
+            picked = ops.cast(picked, ms.float32)
         return self.logprobs(picked, self.exact(self.table), labels)

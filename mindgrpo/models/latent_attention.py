@@ -86,7 +86,7 @@ class LatentAttention(nn.Cell):
         """Mixes latents, of which values are made then -> mixed [N, Q V]."""
         still = self.still
         # [C, Q, S + V] -> [Q, C, ..]
-        matrix = self.kv_matrix.astype(queries.dtype)
+        matrix = ops.cast(self.kv_matrix, queries.dtype)
         matrix = matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
         by_head = queries[:, :, :still].transpose(1, 0, 2)
         seeking = self.multiply_back(by_head, matrix[:, :, :still])

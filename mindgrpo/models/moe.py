@@ -69,7 +69,7 @@ class MixtureOfExperts(nn.Cell):
 
     def chosen(self, x: Any, gate: Any) -> Any:
         """Returns the router's choice, as the kernels' choose_experts."""
-        bias = self.bias.astype(ms.float32)
+        bias = ops.cast(self.bias, ms.float32)
         return self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
 
 
@@ -192,8 +192,8 @@ class ChosenExperts(nn.Cell):
         if not self.is_shared:
             x = self.gather(x).reshape(-1, x.shape[1])
             # In one order on all ranks; float32 has all numbers of experts.
-            routes = self.gather(ops.depend(routes.astype(ms.float32), x))
-            routes = routes.reshape(-1, self.slots).astype(ms.int32)
+            routes = self.gather(ops.depend(ops.cast(routes, ms.float32), x))
+            routes = ops.cast(routes.reshape(-1, self.slots), ms.int32)
         order, counts, home = self.sort(self.own(routes))
         y = self.experts(self.take(x, order, home), counts, order, home)
         y = self.take(y, home.reshape(-1), ops.expand_dims(order, 1))
@@ -208,7 +208,7 @@ class ChosenExperts(nn.Cell):
     def own(self, routes: Any) -> Any:
         """Numbers this rank's experts from 0; others are -1."""
         local = routes - self.first
-        is_own = ops.logical_and(local >= 0, local < self.count).astype(ms.int32)
+        is_own = ops.cast(ops.logical_and(local >= 0, local < self.count), ms.int32)
         return (local + 1) * is_own - 1
 
 

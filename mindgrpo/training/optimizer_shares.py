@@ -247,7 +247,7 @@ class _GatherOfShares(_Rows):
             own = []
             for i in bucket:
                 for _, _, share, at in self.blocks[i]:
-                    own.append(self.masters[i][at : at + share].astype(self.dtype).reshape(-1))
+                    own.append(ops.cast(self.masters[i][at : at + share], self.dtype).reshape(-1))
             rows = self.gather(ops.depend(ops.concat(own), ticket))
             ticket = ops.depend(ticket, rows)
             begin = 0

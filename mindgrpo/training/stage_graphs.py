@@ -136,11 +136,12 @@ class Trained:
         return self.among(lambda key: key == table or key.startswith("model.norm."))
 
 
-def _add(unscaled: float, accumulator: Any, gradient: Any) -> Any:
-    gradient = gradient.astype(ms.float32)
-    if unscaled != 1.0:
-        gradient = gradient * unscaled
-    return ops.assign_add(accumulator, gradient)
+def _add(accumulator: Any, gradient: Any) -> Any:
+    return ops.assign_add(accumulator, ops.cast(gradient, ms.float32))
+
+
+def _add_unscaled(unscaled: float, accumulator: Any, gradient: Any) -> Any:
+    return ops.assign_add(accumulator, ops.cast(gradient, ms.float32) * unscaled)
 
 
 class _Add(nn.Cell):
@@ -149,13 +150,14 @@ class _Add(nn.Cell):
     def __init__(self, trained: Trained) -> None:
         super().__init__()
         self.accumulators = ms.ParameterTuple(list(trained.accumulators.values()))
-        self.unscaled = 1.0 / trained.scale
+        self.is_scaled, self.unscaled = trained.scale != 1.0, 1.0 / trained.scale
         self.map = ops.HyperMap()
 
     def construct(self, x: Any, gradients: Any) -> Any:
-        return ops.depend(
-            x, self.map(ops.partial(_add, self.unscaled), self.accumulators, gradients)
-        )
+        if self.is_scaled:
+            add = ops.partial(_add_unscaled, self.unscaled)
+            return ops.depend(x, self.map(add, self.accumulators, gradients))
+        return ops.depend(x, self.map(_add, self.accumulators, gradients))
 
 
 class _LayerBackward(nn.Cell):

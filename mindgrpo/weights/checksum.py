@@ -145,7 +145,7 @@ class _SumsOfColumns(nn.Cell):
             width = both[i].shape[-1]
             bits, factors = both[i].reshape(-1, width), both[count + i]
             at_once = max(1, DEVICE_ELEMENTS // width)
-            if made:
+            if i > 0:
                 # One after the other, as each takes copies of its own.
                 bits = ops.depend(bits, made[-1])
             if bits.shape[0] <= at_once:

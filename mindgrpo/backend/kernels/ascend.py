@@ -106,7 +106,7 @@ class FusedRmsNorm(nn.Cell):
 
     def construct(self, x: Any, weight: Any) -> Any:
         # The second output is the reciprocal root, which only the backward wants.
-        return self.norm(x, weight.astype(x.dtype), self.eps)[0]
+        return self.norm(x, ops.cast(weight, x.dtype), self.eps)[0]
 
 
 class RopeAndHidden(RopeAndMask):
@@ -149,11 +149,11 @@ class _FusedAttention(HeadAttention):
 
     def apply_rope(self, heads: Any, angles: Any) -> Any:
         """Turns heads [N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
-        angles = ops.expand_dims(angles.astype(heads.dtype), 1)
+        angles = ops.expand_dims(ops.cast(angles, heads.dtype), 1)
         return self.turned(heads, angles[:, :, :, : self.dim], angles[:, :, :, self.dim :])
 
     def turned(self, heads: Any, cos: Any, sin: Any) -> Any:
-        cos, sin = cos.astype(heads.dtype), sin.astype(heads.dtype)
+        cos, sin = ops.cast(cos, heads.dtype), ops.cast(sin, heads.dtype)
         return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
 
     def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
@@ -162,16 +162,16 @@ class _FusedAttention(HeadAttention):
         Of some queries alone, n of them, hidden is [R, 1, L, T] and mixed [n, queries D].
         """
         mixed = self.attend(
-            queries.reshape(rows, -1, self.queries * self.dim).astype(self.dtype),
-            keys.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
-            values.reshape(rows, -1, self.kv * self.dim).astype(self.dtype),
+            ops.cast(queries.reshape(rows, -1, self.queries * self.dim), self.dtype),
+            ops.cast(keys.reshape(rows, -1, self.kv * self.dim), self.dtype),
+            ops.cast(values.reshape(rows, -1, self.kv * self.dim), self.dtype),
             self.queries,
             attn_mask=hidden,
             scalar_value=self.scale,
             input_layout="BSH",
             sparse_mode=self.sparse_mode,
         )
-        return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
+        return ops.cast(mixed, queries.dtype).reshape(-1, self.queries * self.dim)
 
 
 class FlashPackedAttention(_FusedAttention, PlainPackedAttention):
@@ -253,7 +253,7 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
         """Turns all heads at once, so that one operation splits them; `angles` are those of _AnglesOfHeads."""
         if self.has_bias:
-            qkv = qkv + bias.astype(qkv.dtype)
+            qkv = qkv + ops.cast(bias, qkv.dtype)
         heads = qkv.reshape(-1, sum(self.widths), self.dim)
         if self.has_norm:
             queries, keys, values = mint.split(heads, self.widths, 1)
@@ -267,9 +267,9 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
         block = length // pages.shape[1]
         shape = (-1, 1, block, self.dim)
         mixed = self.decode(
-            queries.reshape(rows, self.group, 1, self.dim).astype(self.dtype),
-            (keys.reshape(shape).astype(self.dtype),),
-            (values.reshape(shape).astype(self.dtype),),
+            ops.cast(queries.reshape(rows, self.group, 1, self.dim), self.dtype),
+            (ops.cast(keys.reshape(shape), self.dtype),),
+            (ops.cast(values.reshape(shape), self.dtype),),
             attn_mask=mask < 0.0,
             # Not the samples' own lengths, which the host would have to know before it launches the kernel.
             actual_seq_lengths=(length,) * rows,
@@ -281,7 +281,7 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
             block_size=block,
             inner_precise=HIGH_PRECISION,
         )
-        return mixed.astype(queries.dtype).reshape(-1, self.queries * self.dim)
+        return ops.cast(mixed, queries.dtype).reshape(-1, self.queries * self.dim)
 
 
 class _FusedAddRmsNorm(nn.Cell):
@@ -290,7 +290,7 @@ class _FusedAddRmsNorm(nn.Cell):
         self.norm, self.eps = norm, eps
 
     def construct(self, x: Any, added: Any, weight: Any) -> Any:
-        normed, _, total = self.norm(x, added, weight.astype(x.dtype), self.eps)
+        normed, _, total = self.norm(x, added, ops.cast(weight, x.dtype), self.eps)
         return total, normed
 
 
@@ -311,10 +311,10 @@ class _GroupedMatMul(nn.Cell):
         self.grouped_matmul = grouped_matmul
 
     def construct(self, x: Any, weight: Any, counts: Any) -> Any:
-        ends = ops.cumsum(counts, 0).astype(ms.int64)
+        ends = ops.cast(ops.cumsum(counts, 0), ms.int64)
         ends = ops.concat((ends[:-1], ops.zeros_like(ends[:1]) + x.shape[0]), 0)
         return self.grouped_matmul(
-            (x,), (weight.astype(x.dtype),), group_list=ends, split_item=3, group_type=0
+            (x,), (ops.cast(weight, x.dtype),), group_list=ends, split_item=3, group_type=0
         )[0]
 
 
@@ -333,7 +333,7 @@ class _AddMatMul(nn.Cell):
         self.addmm = addmm
 
     def construct(self, bias: Any, x: Any, weight: Any) -> Any:
-        return self.addmm(bias.astype(x.dtype), x, weight)
+        return self.addmm(ops.cast(bias, x.dtype), x, weight)
 
 
 class _Largest(nn.Cell):

@@ -11,6 +11,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import SplitWithSize
 
 from mindgrpo.backend.kernels.mindspore_ops import RmsNorm
 from mindgrpo.backend.kernels.shapes import NEVER, Heads
@@ -24,16 +25,26 @@ class SeenTokens(nn.Cell):
         self.rotary = Tensor(rotary)
         # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
         self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
+        self.slice = ops.StridedSlice()
 
     def seen(self, spans: Any, row: Any, column: Any) -> Any:
         """Returns bool [R, L, T]: whether tokens in columns `row`, which have these spans, see those in `column`."""
-        prefix, count, start = spans[:, :, 0:1], spans[:, :, 1:2], spans[:, :, 2:3]
+        prefix, count, start = [self.column(spans, i) for i in range(3)]
         shared = ops.logical_and(column >= prefix, column < prefix + count)
         own = ops.logical_and(column >= start, column <= row)
         return ops.logical_or(shared, own)
 
+    # Not Split: NPUs leave that of int32 to their AI CPU.
+    def column(self, spans: Any, index: int) -> Any:
+        rows, length, _ = spans.shape
+        return self.slice(spans, (0, 0, index), (rows, length, index + 1), (1, 1, 1))
+
+    def first(self, count: int) -> Any:
+        """Returns the numbers below `count`."""
+        return self.slice(self.order, (0,), (count,), (1,))
+
     def mask(self, seen: Any) -> Any:
-        return ops.expand_dims((seen.astype(ms.float32) - 1.0) * -NEVER, 1)
+        return ops.expand_dims((ops.cast(seen, ms.float32) - 1.0) * -NEVER, 1)
 
     def angles(self, positions: Any) -> Any:
         return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
@@ -48,7 +59,7 @@ class RopeAndMask(SeenTokens):
     def seen_in_rows(self, spans: Any) -> Any:
         """Returns bool [R, T, T]: whether a token, the second dim, sees another, the third."""
         length = spans.shape[1]
-        order = self.order[:length]
+        order = self.first(length)
         return self.seen(spans, order.reshape(1, length, 1), order.reshape(1, 1, length))
 
 
@@ -67,7 +78,7 @@ class ContextMask(SeenTokens):
         """Returns bool [R, L, T], as `seen`, and the own tokens' positions [n]."""
         rows, length = positions.shape
         own = columns[self.index]
-        places = (own + self.order[:rows].reshape(-1, 1) * length).reshape(-1)
+        places = (own + self.first(rows).reshape(-1, 1) * length).reshape(-1)
         own_spans = ops.gather(spans.reshape(-1, 3), places, 0).reshape(rows, -1, 3)
         others = columns.transpose(1, 0, 2).reshape(rows, 1, length)
         seen = self.seen(own_spans, ops.expand_dims(own, 2), others)
@@ -87,25 +98,28 @@ class HeadAttention(nn.Cell):
         self.scores = ops.BatchMatMul(transpose_b=True)
         self.mix = ops.BatchMatMul()
         self.scale = heads.scale
+        self.split, self.halves, self.concat = SplitWithSize(), ops.Split(2, 2), ops.Concat(2)
+        self.of_values = heads.queries + heads.kv, heads.kv
+        self.of_keys = heads.queries, heads.kv
+        self.softmax = ops.Softmax()
 
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
         """Returns queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
         if self.has_bias:
-            qkv = qkv + bias.astype(qkv.dtype)
+            qkv = qkv + ops.cast(bias, qkv.dtype)
         heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
-        both = heads[:, : self.queries + self.kv]
+        both, values = self.split(heads, self.of_values, 1)
         if self.has_norm:
-            queries, keys = both[:, : self.queries], both[:, self.queries :]
+            queries, keys = self.split(both, self.of_keys, 1)
             both = ops.concat((self.norm(queries, q_norm), self.norm(keys, k_norm)), 1)
-        both = self.apply_rope(both, angles)
-        return both[:, : self.queries], both[:, self.queries :], heads[:, self.queries + self.kv :]
+        queries, keys = self.split(self.apply_rope(both, angles), self.of_keys, 1)
+        return queries, keys, values
 
     def apply_rope(self, heads: Any, angles: Any) -> Any:
-        half = self.dim // 2
-        exact = heads.astype(ms.float32)
-        other = ops.concat((-exact[:, :, half:], exact[:, :, :half]), 2)
-        rotated = exact * angles[:, :, : self.dim] + other * angles[:, :, self.dim :]
-        return rotated.astype(heads.dtype)
+        exact = ops.cast(heads, ms.float32)
+        first, second = self.halves(exact)
+        cos, sin = self.halves(angles)
+        return ops.cast(exact * cos + self.concat((-second, first)) * sin, heads.dtype)
 
     def by_head(self, heads: Any, rows: int, length: int) -> Any:
         """Transposes [R T, kv, D] to [R, kv, T, D]."""
@@ -122,9 +136,9 @@ class HeadAttention(nn.Cell):
         keys = keys.reshape(rows * self.kv, length, self.dim)
         values = values.reshape(rows * self.kv, length, self.dim)
         scores = self.scores(queries * self.scale, keys)
-        scores = scores.reshape(rows, self.queries, count, length).astype(ms.float32) + mask
-        weights = ops.softmax(scores, -1).reshape(rows * self.kv, self.group * count, length)
-        mixed = self.mix(weights.astype(values.dtype), values).reshape(
+        scores = ops.cast(scores.reshape(rows, self.queries, count, length), ms.float32) + mask
+        weights = self.softmax(scores).reshape(rows * self.kv, self.group * count, length)
+        mixed = self.mix(ops.cast(weights, values.dtype), values).reshape(
             rows, self.kv, self.group, count, self.dim
         )
         return mixed.transpose(0, 3, 1, 2, 4).reshape(rows * count, -1)
@@ -154,7 +168,8 @@ class PlainContextAttention(HeadAttention):
         # [G, R, L, ..] -> [R, G, L, ..]
         by_rank = self.gather(both).reshape(-1, rows, own // rows, both.shape[1])
         whole = by_rank.transpose(1, 0, 2, 3).reshape(-1, 2 * self.kv, self.dim)
-        return self.mixed(queries, whole[:, : self.kv], whole[:, self.kv :], mask, rows)
+        keys, values = self.split(whole, (self.kv, self.kv), 1)
+        return self.mixed(queries, keys, values, mask, rows)
 
 
 class PlainPrefillAttention(HeadAttention):
@@ -165,7 +180,7 @@ class PlainPrefillAttention(HeadAttention):
     def cache_rows_of(self, heads: Any, source: Any) -> Any:
         """Returns rows `source` of `heads` [N, kv, D] as rows of the cache, in its dtype."""
         copies = ops.gather(heads.reshape(-1, self.dim), source, 0)
-        return copies.astype(self.cached_keys.dtype)
+        return ops.cast(copies, self.cached_keys.dtype)
 
     def construct(
         self,
@@ -203,8 +218,8 @@ class PlainCachedAttention(HeadAttention):
     ) -> Any:
         queries, keys, values = self.heads_of(qkv, bias, q_norm, k_norm, angles)
         dtype = self.cached_keys.dtype
-        keys = keys.reshape(-1, self.dim).astype(dtype)
-        values = values.reshape(-1, self.dim).astype(dtype)
+        keys = ops.cast(keys.reshape(-1, self.dim), dtype)
+        values = ops.cast(values.reshape(-1, self.dim), dtype)
         keys = ops.scatter_update(self.cached_keys, cache_rows, keys)
         values = ops.scatter_update(self.cached_values, cache_rows, values)
         return self.mixed_with_cache(queries, keys, values, mask, pages)
@@ -216,6 +231,6 @@ class PlainCachedAttention(HeadAttention):
         keys = ops.gather(keys.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)
         values = ops.gather(values.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)
         queries = queries.reshape(rows, self.group, self.dim)
-        scores = self.scores(queries * self.scale, keys).astype(ms.float32) + mask
-        mixed = self.mix(ops.softmax(scores, -1).astype(values.dtype), values)
+        scores = ops.cast(self.scores(queries * self.scale, keys), ms.float32) + mask
+        mixed = self.mix(ops.cast(self.softmax(scores), values.dtype), values)
         return mixed.reshape(-1, self.queries * self.dim)

@@ -11,6 +11,7 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import SumExt
 
 from mindgrpo.backend.kernels.mindspore_ops import Glu
 from mindgrpo.backend.kernels.shapes import NEVER, Activation, Routing
@@ -24,7 +25,7 @@ class _Probabilities(nn.Cell):
         self.is_sigmoid, self.matmul = routing.is_sigmoid, ops.MatMul()
 
     def construct(self, x: Any, weight: Any) -> Any:
-        logits = self.matmul(x.astype(ms.float32), weight.astype(ms.float32))
+        logits = self.matmul(ops.cast(x, ms.float32), ops.cast(weight, ms.float32))
         return ops.sigmoid(logits) if self.is_sigmoid else ops.softmax(logits, -1)
 
 
@@ -33,14 +34,16 @@ class PlainRouter(nn.Cell):
         super().__init__()
         self.probabilities = _Probabilities(routing)
         self.renormalise, self.scaling = routing.renormalise, routing.scaling
+        self.sum, self.max = SumExt(), ops.ArgMaxWithValue(1, True)
 
     def construct(self, x: Any, weight: Any, routes: Any) -> Any:
-        is_sent = (routes >= 0).astype(ms.float32)
+        is_sent = ops.cast(routes >= 0, ms.float32)
         every = self.probabilities(x, weight)
         scores = ops.gather_elements(every, 1, ops.maximum(routes, 0)) * is_sent
         if self.renormalise:
             # A token without experts has a sum of 1.
-            scores = scores / (scores.sum(1, keepdims=True) + (1.0 - is_sent.max(1, keepdims=True)))
+            _, any_sent = self.max(is_sent)
+            scores = scores / (self.sum(scores, (1,), True, None) + (1.0 - any_sent))
         return scores * self.scaling
 
 
@@ -53,7 +56,8 @@ class PlainChooseExperts(nn.Cell):
         self.count, self.has_bias = routing.per_token, routing.has_bias
         self.groups, self.taken = routing.groups, routing.groups_taken
         self.ids = Tensor(np.arange(routing.num_experts, dtype=np.float32)[None])
-        self.choose = ops.Select()
+        self.choose, self.slice = ops.Select(), ops.StridedSlice()
+        self.max, self.min = ops.ArgMaxWithValue(1, True), ops.ArgMinWithValue(1, True)
 
     def construct(self, x: Any, weight: Any, bias: Any) -> Any:
         scores = self.probabilities(x, weight)
@@ -61,19 +65,23 @@ class PlainChooseExperts(nn.Cell):
             scores = scores + bias
         if self.taken < self.groups:
             scores = self.of_best_groups(scores)
-        routes, value = [], scores[:, :1]
+        routes, value = [], scores
         for _ in range(self.count):
             first, value, scores = self.largest(scores)
             routes.append(first)
-        rest = ops.maximum(scores.max(1, keepdims=True), NEVER)
-        return ops.concat(routes, 1).astype(ms.int32), (value - rest).reshape(-1)
+        _, rest = self.max(scores)
+        rest = ops.maximum(rest, NEVER)
+        return ops.cast(ops.concat(routes, 1), ms.int32), (value - rest).reshape(-1)
+
+    def first_ids(self, count: int) -> Any:
+        return self.slice(self.ids, (0, 0), (1, count), (1, 1))
 
     def largest(self, scores: Any) -> Any:
         """Returns the first of each row's largest [N, 1], its value, and the scores without it."""
-        ids = scores * 0.0 + self.ids[:, : scores.shape[1]]
-        value = scores.max(1, keepdims=True)
+        ids = scores * 0.0 + self.first_ids(scores.shape[1])
+        _, value = self.max(scores)
         behind = ids * 0.0 + float(scores.shape[1])
-        first = self.choose(ops.equal(scores, value), ids, behind).min(1, keepdims=True)
+        _, first = self.min(self.choose(ops.equal(scores, value), ids, behind))
         return first, value, self.choose(ops.equal(ids, first), ids * 0.0 + 2.0 * NEVER, scores)
 
     def of_best_groups(self, scores: Any) -> Any:
@@ -82,11 +90,11 @@ class PlainChooseExperts(nn.Cell):
         _, best, others = self.largest(by_group)
         _, second, _ = self.largest(others)
         left = (best + second).reshape(-1, self.groups)
-        ids = left * 0.0 + self.ids[:, : self.groups]
+        ids = left * 0.0 + self.first_ids(self.groups)
         is_taken = left * 0.0
         for _ in range(self.taken):
             first, _, left = self.largest(left)
-            is_taken = is_taken + ops.equal(ids, first).astype(ms.float32)
+            is_taken = is_taken + ops.cast(ops.equal(ids, first), ms.float32)
         own = ops.expand_dims(is_taken, 2) + 0.0 * scores.reshape(
             -1, self.groups, by_group.shape[1]
         )
@@ -103,19 +111,19 @@ class PlainSortSlots(nn.Cell):
 
     def construct(self, routes: Any) -> Any:
         slots = routes.reshape(-1, 1)
-        is_own = ops.equal(slots, self.ids).astype(ms.float32)
+        is_own = ops.cast(ops.equal(slots, self.ids), ms.float32)
         counts = is_own.sum(0, keepdims=True)
         starts = ops.cumsum(counts, 1) - counts
         before = ops.cumsum(is_own, 0) - is_own
-        rows = (is_own * (before + starts)).sum(1).astype(ms.int32)
-        is_sent = (slots.reshape(-1) >= 0).astype(ms.int32)
+        rows = ops.cast((is_own * (before + starts)).sum(1), ms.int32)
+        is_sent = ops.cast(slots.reshape(-1) >= 0, ms.int32)
         home = (rows + 1) * is_sent - 1
         # Slots without a row all go to one behind the last.
         count = home.shape[0]
         at = ops.expand_dims(rows * is_sent + count * (1 - is_sent), 1)
         numbers = ops.cumsum(is_sent * 0 + 1, 0)
-        order = ops.scatter_nd(at, numbers.astype(ms.int32), (count + 1,))[:count] - 1
-        return order, counts.reshape(-1).astype(ms.int32), home.reshape(routes.shape)
+        order = ops.scatter_nd(at, ops.cast(numbers, ms.int32), (count + 1,))[:count] - 1
+        return order, ops.cast(counts.reshape(-1), ms.int32), home.reshape(routes.shape)
 
 
 class _Rows(nn.Cell):
@@ -174,16 +182,28 @@ def token_of(order: Any, slots: int) -> Any:
 
 def _by_expert(x: Any, counts: Any) -> Any:
     """Returns [S, E] in the dtype of x, 1 where a row is an expert's, and 0."""
-    numbers = ops.expand_dims(ops.cumsum(ops.ones_like(x[:, 0]).astype(ms.float32), 0), 1)
-    ends = ops.expand_dims(ops.cumsum(counts.astype(ms.float32), 0), 0)
-    starts = ends - ops.expand_dims(counts.astype(ms.float32), 0)
-    return ops.logical_and(numbers > starts, numbers <= ends).astype(x.dtype)
+    numbers = ops.expand_dims(ops.cumsum(ops.cast(ops.ones_like(x[:, 0]), ms.float32), 0), 1)
+    ends = ops.expand_dims(ops.cumsum(ops.cast(counts, ms.float32), 0), 0)
+    starts = ends - ops.expand_dims(ops.cast(counts, ms.float32), 0)
+    return ops.cast(ops.logical_and(numbers > starts, numbers <= ends), x.dtype)
+
+
+class _Column(nn.Cell):
+    """(x [M, E], e) -> its column e, [M, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slice = ops.StridedSlice()
+
+    def construct(self, x: Any, e: int) -> Any:
+        return self.slice(x, (0, e), (x.shape[0], e + 1), (1, 1))
 
 
 class PlainExpertMlp(nn.Cell):
     def __init__(self, activation: Activation) -> None:
         super().__init__()
         self.glu, self.matmul = Glu(activation), ops.MatMul()
+        self.column = _Column()
 
     def construct(self, x: Any, counts: Any, gate_up: Any, down: Any) -> Any:
         mine = _by_expert(x, counts)
@@ -191,20 +211,20 @@ class PlainExpertMlp(nn.Cell):
         y = ops.zeros_like(x)
         for e in range(gate_up.shape[0]):
             own = self.matmul(self.glu(self.matmul(x, gates[e])), downs[e])
-            y = y + own * mine[:, e : e + 1]
+            y = y + own * self.column(mine, e)
         return y
 
 
 class PlainExpertMatMul(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
-        self.matmul = ops.MatMul()
+        self.matmul, self.column = ops.MatMul(), _Column()
 
     def construct(self, x: Any, weight: Any, counts: Any) -> Any:
         mine, matrices = _by_expert(x, counts), ops.unstack(weight)
-        y = self.matmul(x, matrices[0]) * mine[:, :1]
+        y = self.matmul(x, matrices[0]) * self.column(mine, 0)
         for e in range(1, weight.shape[0]):
-            y = y + self.matmul(x, matrices[e]) * mine[:, e : e + 1]
+            y = y + self.matmul(x, matrices[e]) * self.column(mine, e)
         return y
 
 
@@ -217,7 +237,7 @@ class PlainWeightedSum(nn.Cell):
         self.slice, self.concat, self.divide = ops.StridedSlice(), ops.Concat(1), ops.FloorDiv()
 
     def construct(self, y: Any, scores: Any, order: Any, home: Any) -> Any:
-        return self.sum(y, scores, home).astype(y.dtype)
+        return ops.cast(self.sum(y, scores, home), y.dtype)
 
     def bprop(self, y: Any, scores: Any, order: Any, home: Any, out: Any, dout: Any) -> Any:
         count, slots = home.shape

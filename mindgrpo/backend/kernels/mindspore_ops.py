@@ -27,19 +27,19 @@ def right_shift(x: Any, shift: int) -> Any:
 
     NPUs have no vectors for shifts to the right: their AI CPU would compute them.
     """
-    upper = ops.bitwise_and(x, -(1 << shift)).astype(ms.float32) * 2.0**-shift
-    return ops.bitwise_and(upper.astype(ms.int32), (1 << (32 - shift)) - 1)
+    upper = ops.cast(ops.bitwise_and(x, -(1 << shift)), ms.float32) * 2.0**-shift
+    return ops.bitwise_and(ops.cast(upper, ms.int32), (1 << (32 - shift)) - 1)
 
 
 class RmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.mean = eps, ops.ReduceMean(True)
 
     def construct(self, x: Any, weight: Any) -> Any:
-        exact = x.astype(ms.float32)
-        scale = ops.rsqrt((exact * exact).mean(-1, keep_dims=True) + self.eps)
-        return (exact * scale * weight.astype(ms.float32)).astype(x.dtype)
+        exact = ops.cast(x, ms.float32)
+        scale = ops.rsqrt(self.mean(exact * exact, -1) + self.eps)
+        return ops.cast(exact * scale * ops.cast(weight, ms.float32), x.dtype)
 
 
 class AddMatMul(nn.Cell):
@@ -49,7 +49,7 @@ class AddMatMul(nn.Cell):
 
     def construct(self, bias: Any, x: Any, weight: Any) -> Any:
         product = self.matmul(x, weight)
-        return product + bias.astype(product.dtype)
+        return product + ops.cast(bias, product.dtype)
 
 
 class AddRmsNorm(nn.Cell):
@@ -75,16 +75,15 @@ class Glu(nn.Cell):
     def __init__(self, activation: Activation) -> None:
         super().__init__()
         self.is_silu = activation == "silu"
+        self.halves = ops.Split(1, 2)
 
     def construct(self, both: Any) -> Any:
-        inner = both.shape[1] // 2
-        exact = both.astype(ms.float32)
-        gate, up = exact[:, :inner], exact[:, inner:]
+        gate, up = self.halves(ops.cast(both, ms.float32))
         if self.is_silu:
-            return (gate * ops.sigmoid(gate) * up).astype(both.dtype)
+            return ops.cast(gate * ops.sigmoid(gate) * up, both.dtype)
         # tanh(x) = 2 sigmoid(2 x) - 1
         slope = gate * (SLOPE + (SLOPE * 0.044715) * gate * gate)
-        return (gate * ops.sigmoid(slope) * up).astype(both.dtype)
+        return ops.cast(gate * ops.sigmoid(slope) * up, both.dtype)
 
 
 class PlainEmbedding(nn.Cell):
@@ -99,7 +98,7 @@ class PlainEmbedding(nn.Cell):
 
     def construct(self, tokens: Any, table: Any) -> Any:
         rows, mine = self.rows_of(tokens, table.shape[0])
-        return ops.gather(table, rows, 0) * ops.expand_dims(mine.astype(table.dtype), 1)
+        return ops.gather(table, rows, 0) * ops.expand_dims(ops.cast(mine, table.dtype), 1)
 
     def rows_of(self, tokens: Any, count: int) -> Any:
         """Returns each token's row of `count`, and whether it is the token's own."""
@@ -115,7 +114,7 @@ class ExactEmbedding(PlainEmbedding):
 
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
         rows, mine = self.rows_of(tokens, table.shape[0])
-        dout = dout.astype(ms.float32) * ops.expand_dims(mine.astype(ms.float32), 1)
+        dout = ops.cast(dout, ms.float32) * ops.expand_dims(ops.cast(mine, ms.float32), 1)
         return ops.zeros_like(tokens), ops.unsorted_segment_sum(dout, rows, table.shape[0])
 
 
@@ -127,7 +126,7 @@ class Pick(nn.Cell):
         self.rows = PlainEmbedding(0)
 
     def construct(self, picks: Any, x: Any) -> Any:
-        return self.rows(picks, x.astype(ms.float32)).astype(x.dtype)
+        return ops.cast(self.rows(picks, ops.cast(x, ms.float32)), x.dtype)
 
 
 class _Vocabulary(nn.Cell):
@@ -141,26 +140,28 @@ class _Vocabulary(nn.Cell):
         # Padding must not look like the next rank's tokens.
         ids = np.where(columns < vocabulary.real, columns + vocabulary.first, -1)
         self.ids = Tensor(ids.astype(np.int32)[None])
+        self.max, self.sum = ops.ArgMaxWithValue(1, True), SumExt()
 
     def scaled(self, logits: Any) -> Any:
-        logits = logits.astype(ms.float32) * self.scale
+        logits = ops.cast(logits, ms.float32) * self.scale
         if self.padded:
             logits = logits + self.bias
         return logits
 
     def onehot(self, labels: Any) -> Any:
-        return ops.equal(ops.expand_dims(labels, 1), self.ids).astype(ms.float32)
+        return ops.cast(ops.equal(ops.expand_dims(labels, 1), self.ids), ms.float32)
 
 
 class LogProbStats(_Vocabulary):
     def construct(self, logits: Any, labels: Any) -> Any:
         logits = self.scaled(logits)
-        top = logits.max(axis=1, keepdims=True)
+        _, top = self.max(logits)
         mass = ops.exp(logits - top)
-        total = mass.sum(axis=1, keepdims=True)
-        moment = (mass * logits).sum(axis=1, keepdims=True)
-        target = (logits * self.onehot(labels)).sum(axis=1, keepdims=True)
-        return ops.concat((top, total, moment, target), 1)
+        moment, target = mass * logits, logits * self.onehot(labels)
+        return ops.concat((top, self.total(mass), self.total(moment), self.total(target)), 1)
+
+    def total(self, x: Any) -> Any:
+        return self.sum(x, (1,), True, None)
 
 
 class LogProbsOfStats(nn.Cell):
@@ -202,7 +203,7 @@ class LogProbGrad(_Vocabulary):
         to_label = ops.expand_dims(dlogp, 1)
         to_entropy = ops.expand_dims(dentropy, 1) * p * (log_p + ops.expand_dims(entropy, 1))
         gradient = (to_label * (self.onehot(labels) - p) - to_entropy) * self.scale
-        return gradient.astype(logits.dtype)
+        return ops.cast(gradient, logits.dtype)
 
 
 class MatMulGradient(nn.Cell):
@@ -211,7 +212,7 @@ class MatMulGradient(nn.Cell):
         self.run = ops.MatMul(transpose_a=True)
 
     def construct(self, x: Any, dy: Any) -> Any:
-        return self.run(x, dy).astype(ms.float32)
+        return ops.cast(self.run(x, dy), ms.float32)
 
 
 def adamw(

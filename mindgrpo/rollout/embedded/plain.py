@@ -78,7 +78,7 @@ class Decode(nn.Cell):
     def construct(
         self, tokens: Any, positions: Any, cache_rows: Any, pages: Any, keys: Any, banned: Any
     ) -> Any:
-        past = (self.order <= ops.expand_dims(positions, 1)).astype(ms.float32)
+        past = ops.cast(self.order <= ops.expand_dims(positions, 1), ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
         if self.kv > 1:
             mask = ops.tile(mask, (1, self.kv, 1)).reshape(-1, 1, self.read)
@@ -92,13 +92,13 @@ class Decode(nn.Cell):
         for i in range(len(self.layers)):
             context = (mask, angles[self.rotary_of[i]], cache_rows, pages)
             made = self.layers[i](x, added, context)
-            x, added = made[:2]
+            x, added = made[0], made[1]
             if self.recorded[i]:
                 routes.append(made[2][0])
         logits = self.head.logits(x + added, table)
         seen = logits
         if self.penalises:
-            fresh = ops.equal(ops.expand_dims(tokens, 1), self.ids).astype(ms.float32)
+            fresh = ops.cast(ops.equal(ops.expand_dims(tokens, 1), self.ids), ms.float32)
             seen = ops.assign(self.seen, ops.maximum(self.seen, fresh))
         candidates = self.candidates(logits, keys, banned, seen)
         if self.records_routes:
@@ -141,7 +141,7 @@ class Prefill(nn.Cell):
         for i in range(len(self.layers)):
             context = (self.mask, angles[self.rotary_of[i]], source, cache_rows)
             made = self.layers[i](x, added, context)
-            x, added = made[:2]
+            x, added = made[0], made[1]
             if self.recorded[i]:
                 routes.append(made[2][0])
         if self.records_routes:

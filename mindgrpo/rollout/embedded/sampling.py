@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import SumExt
 
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import Kernels
@@ -92,7 +93,7 @@ def variates(bits: Any) -> Any:
     is_upper = bits < 0
     # Of uint32 bits >= 2^31 the distance to 2^32, which float32 holds as exactly as the small ones.
     nearest = ops.where(is_upper, -1 - bits, bits)
-    share = (nearest.astype(ms.float32) + 0.5) * 2.0**-32
+    share = (ops.cast(nearest, ms.float32) + 0.5) * 2.0**-32
     # log(1 - share) of small shares, the largest variates, as its series: log1p was seen to be log of the sum.
     series = share / -7.0
     for i in range(6, 0, -1):
@@ -138,26 +139,32 @@ class Candidates(nn.Cell):
         self.stops = Tensor([[NEVER if i in stops else 0.0 for i in ids]], ms.float32)
         self.bans = sampling.min_tokens > 0
         self.is_processed = self.bans or self.penalty != 1.0
+        self.max, self.sum = ops.ArgMaxWithValue(1, True), SumExt()
+        self.concat, self.slice = ops.Concat(1), ops.StridedSlice()
 
     def construct(self, logits: Any, keys: Any, banned: Any, seen: Any) -> Any:
         raw = logits * self.scale
-        raw_top = raw.max(axis=1, keepdims=True)
-        raw_mass = ops.exp(raw - raw_top).sum(axis=1, keepdims=True)
+        _, raw_top = self.max(raw)
+        raw_mass = self.mass(raw, raw_top)
         x = self._processed(logits, banned, seen)
         mass = raw_mass
         if self.has_threshold:
             best, at = self.largest(x)
             if self.is_processed:
-                mass = ops.exp(x - best[:, :1]).sum(axis=1, keepdims=True)
+                top = self.slice(best, (0, 0), (best.shape[0], 1), (1, 1))
+                mass = self.mass(x, top)
         else:
             if self.has_noise:
                 x = x + self.noise(keys)
             # The first of equal ones: ranks hold the vocabulary in order, so that is the lowest token.
             at = ops.expand_dims(ops.argmax(x, 1), 1)
             best = ops.gather_elements(x, 1, at)
-        tokens = at.astype(ms.float32) + self.first_token
+        tokens = ops.cast(at, ms.float32) + self.first_token
         logit = ops.gather_elements(raw, 1, at)
-        return self.gather(ops.concat((best, logit, tokens, raw_top, raw_mass, mass), 1))
+        return self.gather(self.concat((best, logit, tokens, raw_top, raw_mass, mass)))
+
+    def mass(self, x: Any, top: Any) -> Any:
+        return self.sum(ops.exp(x - top), (1,), True, None)
 
     def _processed(self, logits: Any, banned: Any, seen: Any) -> Any:
         if self.penalty != 1.0:
