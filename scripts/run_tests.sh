@@ -35,5 +35,5 @@ export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_count=2000:glibc.ma
 # Tests start hundreds of Pythons: each would compile what it imports, an engine all of vLLM and torch.
 unset PYTHONDONTWRITEBYTECODE
 # Last, so that pytest's closing line is the last line.
-check "$MINDGRPO_PYTHON" -m pytest -q tests -n 3 --no-loadscope-reorder "$@"
+check "$MINDGRPO_PYTHON" -m pytest -q tests -n 4 --no-loadscope-reorder "$@"
 exit "$status"

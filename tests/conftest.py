@@ -1,4 +1,4 @@
-"""Three processes share the suite (`-n 3`) on 2 cores, as some tests wait more than they compute.
+"""Four processes share the suite (`-n 4`) on 2 cores, as some tests wait more than they compute.
 
 What starts ranks of its own goes through one of them: two jobs of 8 ranks at a time would each look hung to the other's
 deadlines. So does what starts and ends other processes. A file's other tests stay together, as they share what they
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from config_files import Loader
+from source_cache import cache_sources
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -83,6 +84,7 @@ def pytest_collection_finish() -> None:
     """MindSpore collects garbage at every compilation: what was imported and collected by then takes no part."""
     gc.collect()
     gc.freeze()
+    cache_sources()
 
 
 # The marks of `--dist loadgroup` are not seen under pytest 9.

@@ -31,6 +31,7 @@ from own_order import add_in_own_order
 from saving import saved_and_loaded
 from scripted_turns import scripted
 from sharded import sharded_optimizers
+from source_cache import cache_sources
 from task import Task
 
 from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
@@ -443,6 +444,7 @@ def main() -> None:
         # MindSpore collects garbage at every compilation.
         gc.collect()
         gc.freeze()
+        cache_sources()
         folder, name = sys.argv[1:]
         if (
             int(os.environ.get("MS_WORKER_NUM", "1")) == c.OWN_ORDER_WORLD[0]
