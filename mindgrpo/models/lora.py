@@ -208,7 +208,7 @@ class LowRankLinear(nn.Cell):
         self.is_one, self.is_of_experts = len(self.widths) == 1, base.is_of_experts
         self.rank_sizes, self.own_widths = (self.rank,) * len(own), tuple(own)
         self.adapts_all = all(self.adapted)
-        # A loop with a list takes a third of a graph's compilation.
+        # Not a loop that fills a list, which MindSpore expands into graphs for each turn and copies at each append.
         self.split, self.concat, self.map = SplitWithSize(), ops.Concat(-1), ops.HyperMap()
 
     def construct(self, x: Any, rows: Any = None) -> Any:

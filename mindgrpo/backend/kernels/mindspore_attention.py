@@ -34,8 +34,9 @@ class SeenTokens(nn.Cell):
         own = ops.logical_and(column >= start, column <= row)
         return ops.logical_or(shared, own)
 
-    # Not Split: NPUs leave that of int32 to their AI CPU.
     def column(self, spans: Any, index: int) -> Any:
+        """Returns one of the three numbers of each span, [R, L, 1]."""
+        # Not by Split: NPUs leave that of int32 to their AI CPU.
         rows, length, _ = spans.shape
         return self.slice(spans, (0, 0, index), (rows, length, index + 1), (1, 1, 1))
 
