@@ -1,4 +1,4 @@
-"""Kills an engine of vLLM, a worker of it, the process its workers are forked from, or the rank that owns it.
+"""Kills an engine of vLLM, a worker of it, or the rank that owns it.
 
     python scripts/faults/kill_engines.py [--cases engine-rollout ...]
 
@@ -24,7 +24,7 @@ from job import Job
 from kill_matrix import words
 
 LIMIT, TO_GET_THERE = 10.0, 240.0
-VICTIMS = ("engine", "worker", "template", "owner")
+VICTIMS = ("engine", "worker", "owner")
 # Phase: in it the engine is handed weights, generates, or has nothing to do.
 PHASES = ("reshard", "rollout", "update")
 SETTINGS = {
@@ -44,16 +44,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def victim_of(job: Job, kind: str) -> int:
-    """Of the first engine; its workers are children of the template that they are forked from."""
+    """Of the first engine; its workers are its last children."""
     engine = next(pid for pid, name in job.processes() if "-m mindgrpo_engine" in name)
-    if kind == "engine":
-        return engine
-    template = next(
-        child
-        for child in children_of(engine)
-        if b"worker_template" in Path(f"/proc/{child}/cmdline").read_bytes()
-    )
-    return template if kind == "template" else children_of(template)[-1]
+    return engine if kind == "engine" else children_of(engine)[-1]
 
 
 def run_case(kind: str, phase: str, folder: Path) -> dict[str, Any]:

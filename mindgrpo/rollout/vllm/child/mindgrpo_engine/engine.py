@@ -11,7 +11,7 @@ import logging
 import os
 from typing import Any
 
-from mindgrpo_engine.process import can_fork, fork_workers, resident_bytes, start_template
+from mindgrpo_engine.process import can_fork, fork_workers, resident_bytes
 from mindgrpo_engine.protocol import EngineFailure, Message, UserFailure, sentence
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -96,9 +96,6 @@ class Engine:
     """vLLM's engine and the requests that the process answers once it has started."""
 
     def __init__(self, request: Message, memory: int) -> None:
-        forks = can_fork(request["tensor_parallel"])
-        if forks:
-            start_template()
         self._plugins = _import_plugins()
         import torch
         import vllm
@@ -109,7 +106,7 @@ class Engine:
         self._platform: str = current_platform.device_type
         arguments = llm_arguments(request, self._platform)
         logging.getLogger("vllm.renderers.base").addFilter(_WithoutChatTemplates())
-        if forks:
+        if can_fork(request["tensor_parallel"]):
             fork_workers()
         try:
             self._llm = vllm.LLM(**arguments)

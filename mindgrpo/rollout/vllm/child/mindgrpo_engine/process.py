@@ -1,29 +1,27 @@
 """Cleans up after the engine's process, and starts its workers.
 
-It ends with its parent, and leaves nothing behind. Workers begin as copies of one process which has imported vLLM: ten
-seconds of imports once, not in each worker. Python's forkserver does it; on processors vLLM (0.32) starts its workers
-by `spawn` whatever is asked for.
+It ends with its parent, and leaves nothing behind. Workers are forked from this process, which has imported vLLM: ten
+seconds of imports once, not in each worker. On processors vLLM (0.32) starts its workers by `spawn` whatever is asked
+for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.metadata
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
 _PR_SET_PDEATHSIG = 1
-TEMPLATE = "mindgrpo_engine.worker_template"
 
 
 def end_with_parent() -> None:
@@ -106,32 +104,23 @@ def can_fork(tensor_parallel: int) -> bool:
     return tensor_parallel > 1 and is_unbound and built_for_processors()
 
 
-def start_template() -> None:
-    """Starts the process that the workers will be copies of, and does not wait for its imports."""
-    multiprocessing.set_forkserver_preload([TEMPLATE])
-    forkserver.ensure_running()
-
-
 def fork_workers() -> None:
+    """Has vLLM fork its workers, after what they need has been imported and before this process has run anything in
+    parallel: threads of OpenMP do not survive a fork."""
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm.platforms import current_platform
     from vllm.v1.executor import multiproc_executor
 
+    import mindgrpo_engine.worker  # noqa: F401
+
+    if hasattr(current_platform, "register_triton_kernel_overrides"):
+        # vLLM (0.32) searches every name of every module for kernels to replace: here once, not in each worker.
+        once = cache(current_platform.register_triton_kernel_overrides)
+        once()
+        current_platform.register_triton_kernel_overrides = once
+    os.register_at_fork(after_in_child=end_with_parent)
     if hasattr(multiproc_executor, "get_mp_context"):
-        multiproc_executor.get_mp_context = WorkerContext
-
-
-class WorkerProcess(ForkServerProcess):
-    """Runs in the environment of the process that starts it: that of the template is older."""
-
-    def __init__(self, target: Callable[..., None], **arguments: Any) -> None:
-        super().__init__(target=run_worker, args=(dict(os.environ), target), **arguments)
-
-
-class WorkerContext(ForkServerContext):
-    Process = WorkerProcess
-
-
-def run_worker(
-    environment: Mapping[str, str], target: Callable[..., None], **arguments: Any
-) -> None:
-    os.environ.update(environment)
-    target(**arguments)
+        multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    # Collections of workers shall not go through what was imported: it would be copied for each of them.
+    gc.collect()
+    gc.freeze()
