@@ -214,6 +214,8 @@ def test_ranks_get_none_of_the_operators_variables_and_all_others() -> None:
 
 def test_the_command_that_resumes_a_run_names_the_cluster_and_no_node_of_it() -> None:
     options = read(STEP, "--cluster", "auto", "--ranks", "4")
-    plan = make_plan(options, {}, LocalHost("/python", 7, 2), Path("/logs/a-b"), 10041, 0.0)
+    plan = make_plan(
+        options, {}, LocalHost("/python", 7, "/msrun", 2), Path("/logs/a-b"), 10041, 0.0
+    )
     prefix = plan.main.environment["MINDGRPO_LAUNCH_PREFIX"]
     assert prefix == "mindgrpo launch --ranks 4 --cluster slurm --"

@@ -24,7 +24,7 @@ from mindgrpo.launch.plan import JobPlan, LocalHost, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = str(Path(__file__))
-LOCAL = LocalHost("/venv/bin/python", 77, 8)
+LOCAL = LocalHost("/venv/bin/python", 77, "/venv/bin/msrun", 8)
 LOGS = Path("/logs/20260101-000000-abcd")
 
 
@@ -42,8 +42,9 @@ def test_one_rank_is_a_worker_and_needs_no_msrun() -> None:
 
 def test_several_ranks_are_msruns_with_its_options_apart_from_the_programs() -> None:
     plan = plan_of(Options(4, (PROGRAM, "--join=no")))
-    command = list(plan.main.command)
-    assert command[0] == "msrun" and command[-2:] == [PROGRAM, "--join=no"]
+    python, worker, *command = plan.main.command
+    assert python == LOCAL.python and worker.endswith("mindgrpo/launch/worker.py")
+    assert command[0] == LOCAL.msrun and command[-2:] == [PROGRAM, "--join=no"]
     options = command[1 : command.index("--")]
     assert "--worker_num=4" in options and "--local_worker_num=4" in options
     assert "--master_port=12345" in options and plan.headline.startswith("4 ranks on port 12345")
@@ -58,7 +59,7 @@ def test_a_host_of_several_starts_its_share_of_the_ranks() -> None:
     assert {"--worker_num=8", "--local_worker_num=4", "--node_rank=1"} < set(plan.main.command)
     assert "--master_addr=10.0.0.1" in plan.main.command
     assert plan.main.environment["MINDGRPO_RANKS_PER_HOST"] == "4"
-    assert plan.fork_server is not None and plan.fork_server.command[2] == "4"
+    assert plan.fork_server is not None and plan.fork_server.command[2] == "5"
     assert plan.headline.startswith("host 1 of 2: 4 of 8 ranks, meeting at 10.0.0.1:17000")
 
 

@@ -178,7 +178,7 @@ def test_a_job_ends_with_msrun(sleeping: Started) -> None:
 
 @pytest.mark.parametrize("sleeping", ["1"], indirect=True)
 def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> None:
-    (server,) = [p for p in sleeping.mine("fork_server.py") if os.getsid(p) == p and has_child(p)]
+    (server,) = children_of(sleeping.launcher.pid) & {*sleeping.mine("fork_server.py")}
     os.kill(server, signal.SIGKILL)
     assert sleeping.launcher.wait(timeout=90) == 1
     assert sleeping.mine() == []
@@ -204,8 +204,8 @@ def test_a_signal_to_every_process_of_the_job_leaves_the_ranks_time_to_end(
     assert job.said_by_rank_1(tmp_path).endswith("saved\n")
 
 
-def has_child(pid: int) -> bool:
-    return bool(Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
+def children_of(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 @BOTH_WAYS

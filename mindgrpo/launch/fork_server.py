@@ -1,6 +1,6 @@
 """Imports what ranks need and forks the ranks: fork_server.py NUM_PROCESSES [ARGUMENTS].
 
-Importing takes seconds of a core and is the same in every rank, in msrun's scheduler and in the check before them.
+Importing takes seconds of a core and is the same in every rank, in msrun, its scheduler and the check before them.
 Standard input is the socket on which these processes are asked for (see worker.request_fork). Where ranks cannot be
 forked safely (another thread runs, a device's driver may be loaded) this process ends, and whoever asks runs the
 program itself.
@@ -185,9 +185,11 @@ def become_process(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     program, *arguments = request["command"]
+    name = Path(program).name
     if request["is_rank"]:
         _, rank = worker.status_of_rank(os.environ)
-        Path("/proc/self/comm").write_text(f"rank_{rank}")  # what top shows
+        name = f"rank_{rank}"
+    Path("/proc/self/comm").write_text(name)  # what top shows
     worker.run_to_end(program, arguments, request["is_rank"])
 
 

@@ -29,7 +29,7 @@ from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.launch.options import JOB_PORTS, Options
 from mindgrpo.launch.plan import JobPlan, LocalHost, make_plan
 from mindgrpo.launch.processes import JobProcesses, start_process
-from mindgrpo.launch.worker import request_fork
+from mindgrpo.launch.worker import MSRUN, request_fork
 
 POLL_SECONDS = 0.2
 # How long what is left of a job may take to end by itself once a rank has failed.
@@ -240,7 +240,7 @@ class Job:
 
 def launch(options: Options, environment: Mapping[str, str]) -> int:
     """Runs the job to its end and returns its exit status. Raises UserError before any rank starts."""
-    environment = _with_programs_on_path(environment)
+    environment, msrun = _with_programs_on_path(environment)
     signals = Signals(has_scheduler=options.cluster != "msrun")
     restarts = Restarts(options.max_restarts)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
@@ -248,7 +248,7 @@ def launch(options: Options, environment: Mapping[str, str]) -> int:
     from mindgrpo.backend.targets import rank_variables
 
     num_cores = len(os.sched_getaffinity(0))
-    host = LocalHost(sys.executable, os.getpid(), num_cores, columns, rank_variables())
+    host = LocalHost(sys.executable, os.getpid(), msrun, num_cores, columns, rank_variables())
     while True:
         started_at = time.time()
         port = _port(options)
@@ -306,18 +306,22 @@ class Restarts:
         return replace(options, command=resuming(options.command, directory))
 
 
-def _with_programs_on_path(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Puts this Python first on PATH, where msrun looks for it, also where its virtual environment is not active."""
+def _with_programs_on_path(environment: Mapping[str, str]) -> tuple[Mapping[str, str], str]:
+    """Puts this Python first on PATH, where msrun looks for it, also where its virtual environment is not active.
+
+    Returns the environment, and the path of msrun.
+    """
     folder, path = Path(sys.executable).parent, environment.get("PATH", os.defpath)
     python = shutil.which("python", path=path)
     if python is None or Path(python).parent.resolve() != folder.resolve():
         path = f"{folder}{os.pathsep}{path}"
-    if shutil.which("msrun", path=path) is None:
+    msrun = shutil.which(MSRUN, path=path)
+    if msrun is None:
         raise UserError(
             f"there is no msrun beside {sys.executable} or on PATH: install MindSpore, which has it, with "
             "'pip install mindspore==2.9.0'."
         )
-    return {**environment, "PATH": path}
+    return {**environment, "PATH": path}, str(Path(msrun).absolute())
 
 
 def _is_free(port: int) -> bool:

@@ -33,13 +33,14 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class LocalHost:
-    """Holds what a plan also depends on: this launcher's Python, its id, and the cores.
+    """Holds what a plan also depends on: this launcher's Python, its id, the path of msrun, and the cores.
 
     `columns` is the width of its terminal, if it has one, which ranks cannot see; `variables` are for its devices.
     """
 
     python: str
     pid: int
+    msrun: str
     num_cores: int
     columns: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -97,8 +98,9 @@ def make_plan(
         words = ("check", "--quiet", "--ranks", str(options.num_ranks), *arguments)
         check = PlannedProcess((host.python, *RUN_VERB, *words), ours)
     if environment.get("MINDGRPO_FORK") != "0":
-        has_scheduler = options.num_ranks > 1 and options.hosts.host_index == 0
-        num_processes = options.num_local_ranks + has_scheduler + (check is not None)
+        has_msrun = options.num_ranks > 1
+        has_scheduler = has_msrun and options.hosts.host_index == 0
+        num_processes = options.num_local_ranks + has_msrun + has_scheduler + (check is not None)
         command = (host.python, str(FORK_SERVER), str(num_processes), *arguments)
         fork_server = PlannedProcess(command, ours, logs / "fork_server.log")
     main = PlannedProcess(
@@ -156,7 +158,9 @@ def _main_command(
         address, _ = options.hosts.master
         several = (f"--master_addr={address}", f"--node_rank={options.hosts.host_index}")
     return (
-        "msrun",
+        host.python,
+        str(WORKER),
+        host.msrun,
         f"--worker_num={options.num_ranks}",
         f"--local_worker_num={options.num_local_ranks}",
         f"--master_port={port}",

@@ -1,9 +1,9 @@
 """Runs a program, or a verb, as one rank, and writes how it failed to the status folder: worker.py PROGRAM [ARGUMENTS].
 
-Where there is a fork server, the rank (or msrun's scheduler) is forked there, which saves it the imports, and this
-process represents it: passes signals on and ends as it ends. Else the program runs here. It sees what it sees under
-`python PROGRAM ARGUMENTS`: arguments, `__main__`, `__file__` and the folder first on the import path. A rank ends with
-the process that started it, however that ends.
+Where there is a fork server, the rank (or msrun, or its scheduler) is forked there, which saves it the imports, and
+this process represents it: passes signals on and ends as it ends. Else the program runs here. It sees what it sees
+under `python PROGRAM ARGUMENTS`: arguments, `__main__`, `__file__` and the folder first on the import path. A rank ends
+with the process that started it, however that ends.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ PARENT_CHECK_SECONDS = 0.5
 JOIN_SECONDS = 5.0
 # Of a request for a fork.
 NUM_DESCRIPTORS = 5
+MSRUN = "msrun"
 
 
 def run(program: str, arguments: list[str]) -> None:
@@ -143,16 +144,20 @@ def request_fork(
 
 
 def ask_for_fork(channel: socket.socket, command: list[str], is_rank: bool) -> socket.socket | None:
-    """Returns the connection once the process is forked; None if the server has ended. Closes `channel`."""
+    """Returns the connection once the process is forked; None if the server has ended. Closes `channel`, which becomes
+    the standard input of msrun and so of the workers that it starts."""
+    standard_input = channel.fileno() if is_msrun(command[0]) else 0
     try:
         with channel:
-            connection = request_fork(channel, command, os.environ, is_rank)
+            connection = request_fork(
+                channel, command, os.environ, is_rank, streams=(standard_input, 1, 2)
+            )
         return connection if connection.recv(1) else None
     except OSError:
         return None
 
 
-def represent(connection: socket.socket, parent: int, is_rank: bool) -> NoReturn:
+def represent(connection: socket.socket, parent: int, is_scheduler: bool) -> NoReturn:
     """Waits for the forked process and ends as it did."""
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -166,7 +171,7 @@ def represent(connection: socket.socket, parent: int, is_rank: bool) -> NoReturn
             os._exit(1)  # the server then kills the rank
     answer = connection.recv(16)
     if not answer:
-        if is_rank:
+        if not is_scheduler:
             write_loss_of_server(*status_of_rank(os.environ))
         sys.exit("mindgrpo: the process that forks the ranks has ended; fork_server.log says why.")
     status = int(answer)
@@ -190,11 +195,25 @@ def write_loss_of_server(folder: Path, rank: int) -> None:
     write_failure(folder, rank, RankFailure(None, time.time(), 1, message, remedy))
 
 
+def is_msrun(program: str) -> bool:
+    return Path(program).name == MSRUN
+
+
+def is_python(program: str) -> bool:
+    """Returns whether a script names Python as its interpreter: also in its second line, where the first is too long
+    for the system."""
+    with open(program, "rb") as file:
+        return b"python" in file.readline() + file.readline()
+
+
 def main() -> None:
     _, program, *arguments = sys.argv
+    if is_msrun(program) and not is_python(program):
+        os.execv(program, [program, *arguments])
     parent = os.getppid()
     channel = take_standard_input()
-    is_rank = os.environ.get("MS_ROLE") != "MS_SCHED"
+    is_scheduler = os.environ.get("MS_ROLE") == "MS_SCHED"
+    is_rank = not is_scheduler and not is_msrun(program)
     if is_rank:
         set_for_rank(os.environ)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -203,7 +222,7 @@ def main() -> None:
         (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
     connection = ask_for_fork(channel, [program, *arguments], is_rank) if channel else None
     if connection is not None:
-        represent(connection, parent, is_rank)
+        represent(connection, parent, is_scheduler)
     end_with_parent(parent)
     run_to_end(program, arguments, is_rank)
 
