@@ -5,6 +5,7 @@ Does not prove anything about several ranks, nor that the gradients are right or
 
 from __future__ import annotations
 
+import mindspore as ms
 import numpy as np
 import pytest
 from ascend_doubles import fused
@@ -20,6 +21,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
+from mindgrpo.training.optimizer_shares import TENSORS_OF_GRAPH
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -39,9 +41,14 @@ class Setting:
     """Weights, gradients and the optimizer of one process, as a policy has them."""
 
     def __init__(
-        self, backend: str, kernels: Kernels, on_host: bool, rounded: Dtype | None = None
+        self,
+        backend: str,
+        kernels: Kernels,
+        on_host: bool,
+        rounded: Dtype | None = None,
+        num_layers: int = 2,
     ) -> None:
-        config = decoder_config(RAW, "here")
+        config = decoder_config(RAW | {"num_hidden_layers": num_layers}, "here")
         layout = Layout.of(Mesh(1, 1), parameter_specs(config))
         self.backend = made = connect(choose_target("CPU", backend), {})
         made.kernels = kernels
@@ -177,6 +184,29 @@ def test_narrow_weights_on_a_device_are_those_of_the_optimizer_rounded(on_host: 
         for name, part in exact.hf_views.items():
             wanted = part.astype(np.float16)
             assert wanted.any() and narrow.hf_views[name].tobytes() == wanted.tobytes(), name
+
+
+def test_a_device_sums_and_updates_more_tensors_than_a_graph_can_nest_calls_for() -> None:
+    """MindSpore takes 1000 calls, which were reached with 40 layers; fewer, so that less is compiled here."""
+    setting = Setting("device", Kernels(), False, "float16", num_layers=20)
+    setting.reset()
+    setting.fill_gradients(0.5)
+    before = setting.copies()
+    assert len(setting.weights.fused) > 2 * TENSORS_OF_GRAPH
+    ms.set_recursion_limit(400)
+    try:
+        norm = setting.optimizer.sum_gradients()
+        setting.optimizer.step(1, 1e-2, 1.0)
+    finally:
+        ms.set_recursion_limit(1000)
+    assert norm == pytest.approx(0.5 * sum(part.size for part in before.values()) ** 0.5, rel=1e-6)
+    assert setting.rounded is not None
+    with setting.weights.on_host() as exact, setting.rounded.on_host() as narrow:
+        for name, part in exact.hf_views.items():
+            # Adam's first move is as long as the rate.
+            decay = 1e-2 * SETTINGS.weight_decay * is_matrix(name)
+            np.testing.assert_allclose(part, before[name] * (1 - decay) - 1e-2, atol=1e-6)
+            np.testing.assert_array_equal(narrow.hf_views[name], part.astype(np.float16))
 
 
 def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> None:

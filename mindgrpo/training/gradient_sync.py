@@ -21,6 +21,7 @@ from mindgrpo.training.optimizer_shares import (
     SumOfShares,
     buckets,
     by_group,
+    of_graphs,
     shares_in,
 )
 from mindgrpo.weights.local_weights import FusedTensor, Weights
@@ -218,6 +219,10 @@ class _SumOverGroup(nn.Cell):
         return ticket
 
 
+# As TENSORS_OF_GRAPH, and what is collected is copied for each tensor.
+SQUARES_OF_LOOP = 16
+
+
 class _Norm(nn.Cell):
     """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
 
@@ -234,8 +239,20 @@ class _Norm(nn.Cell):
         self.squares, self.total = squares, group.sum_cell()
 
     def construct(self) -> Any:
-        squares = []
-        for i in range(len(self.columns)):
+        squares: tuple[Any, ...] = ()
+        for first in range(0, len(self.columns), SQUARES_OF_LOOP):
+            last = min(first + SQUARES_OF_LOOP, len(self.columns))
+            squares = squares + self.squares_of(first, last)
+        square = self.nothing
+        if len(squares) > 0:
+            square = (ops.concat(squares) * self.shares).sum().reshape(1)
+        if not self.is_alone:
+            square = self.total(square)
+        return ops.sqrt(square)
+
+    def squares_of(self, first: int, last: int) -> tuple[Any, ...]:
+        squares: tuple[Any, ...] = ()
+        for i in range(first, last):
             start, stop = self.columns[i]
             values = self.parameters[i]
             rows = self.rows[i]
@@ -243,13 +260,8 @@ class _Norm(nn.Cell):
                 values = values[rows[0] : rows[1]]
             if stop - start < values.shape[-1]:
                 values = values[..., start:stop]
-            squares.append(self.squares(values).reshape(1))
-        square = self.nothing
-        if len(squares) > 0:
-            square = (ops.concat(squares) * self.shares).sum().reshape(1)
-        if not self.is_alone:
-            square = self.total(square)
-        return ops.sqrt(square)
+            squares = (*squares, self.squares(values).reshape(1))
+        return squares
 
 
 def _columns_of(gradients: Weights, entry: FusedTensor, names: Collection[str] | None) -> _Columns:
@@ -288,8 +300,8 @@ class DeviceGradientSync:
 
         def add(ranks: tuple[int, ...], columns: list[_Columns]) -> None:
             summed = [own for own in columns if own.ranges]
-            if len(ranks) > 1 and summed:
-                cell = _SumOverGroup(summed, backend.group(ranks))
+            for taken in of_graphs(summed if len(ranks) > 1 else []):
+                cell = _SumOverGroup(taken, backend.group(ranks))
                 self._totals.append(backend.graph(cell, "sum of gradients"))
 
         for ranks, names in sums.shared:

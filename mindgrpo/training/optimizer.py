@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.contract import Backend, Graph
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import AdamWNumbers
 from mindgrpo.training.gradient_sync import (
@@ -27,6 +28,7 @@ from mindgrpo.training.optimizer_shares import (
     HostHandOut,
     OwnRows,
     ShardedTensor,
+    of_graphs,
     sharded_tensors,
 )
 from mindgrpo.weights.local_weights import WeightArrays, Weights, round_into
@@ -165,7 +167,7 @@ class _RoundCell(nn.Cell):
 
 
 class DeviceAdamW:
-    """Updates weights and zeroes gradients in a graph; another rounds the weights to those of a narrower dtype."""
+    """Updates weights and zeroes gradients in graphs; others round the weights to those of a narrower dtype."""
 
     def __init__(
         self,
@@ -181,21 +183,26 @@ class DeviceAdamW:
         roles = [role.parameters for role in (weights, gradients, first, second)]
         tensors = [(*(role[e.key] for role in roles), e.decay) for e in weights.fused]
         self._settings, self._kernels = settings, backend.kernels
-        own_rows = OwnRows(sharded) if sharded else None
-        cell = _AdamWCell(tensors, settings, self._kernels, own_rows)
-        self._graph = backend.graph(cell, "optimizer")
-        self._round = None
+        self._graphs: list[Graph] = []
+        for taken, shares in zip_longest(of_graphs(tensors), of_graphs(sharded)):
+            own_rows = OwnRows(shares) if sharded else None
+            cell = _AdamWCell(taken, settings, self._kernels, own_rows)
+            self._graphs.append(backend.graph(cell, "optimizer"))
+        self._rounding: list[Graph] = []
         if rounded is not None:
-            narrow = [rounded.parameters[e.key] for e in weights.fused]
-            rounding = _RoundCell([tensor[0] for tensor in tensors], narrow)
-            self._round = backend.graph(rounding, "rounded weights")
+            pairs = [(roles[0][e.key], rounded.parameters[e.key]) for e in weights.fused]
+            for own in of_graphs(pairs):
+                cell = _RoundCell(*zip(*own, strict=True))
+                self._rounding.append(backend.graph(cell, "rounded weights"))
 
     def step(self, update: int, lr: float, scale: float) -> None:
         numbers = self._settings.at(update, lr, scale)
         inputs = self._kernels.adamw_inputs(numbers)
-        done = self._graph(Tensor(scale, ms.float32), *inputs)
-        if self._round is not None:
-            done = self._round(done)
+        scaling = done = Tensor(scale, ms.float32)
+        for graph in self._graphs:
+            done = graph(scaling, *inputs)
+        for graph in self._rounding:
+            done = graph(done)
         done.asnumpy()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import mindspore as ms
 import numpy as np
@@ -23,6 +23,16 @@ from mindgrpo.weights.local_weights import FlatRange, FusedTensor, WeightArrays,
 
 # Large enough for the links, small beside the gradients.
 BUCKET_BYTES = 64 << 20
+# Each turn of a loop in a graph nests calls in those of the turns before it, and MindSpore takes 1000 calls in another.
+TENSORS_OF_GRAPH = 32
+
+T = TypeVar("T")
+
+
+def of_graphs(tensors: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yields the tensors, in order, that one graph takes."""
+    for first in range(0, len(tensors), TENSORS_OF_GRAPH):
+        yield tensors[first : first + TENSORS_OF_GRAPH]
 
 
 def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -268,12 +278,12 @@ class _GatherOfShares(_Rows):
 
 def by_group(
     tensors: Sequence[ShardedTensor], backend: Backend
-) -> Iterator[tuple[Group, list[ShardedTensor]]]:
-    """Yields the groups with the tensors that they share, without those of which there is nothing."""
+) -> Iterator[tuple[Group, Sequence[ShardedTensor]]]:
+    """Yields the groups with the tensors that they share, for one graph, without those of which there is nothing."""
     for ranks, shared in groupby(tensors, lambda tensor: tensor.ranks):
         present = [tensor for tensor in shared if tensor.blocks]
-        if present:
-            yield backend.group(ranks), present
+        for taken in of_graphs(present):
+            yield backend.group(ranks), taken
 
 
 class DeviceHandOut:
