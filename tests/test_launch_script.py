@@ -120,6 +120,20 @@ def test_options_that_msrun_would_take_for_its_own_reach_the_program(tmp_path: P
     assert ended.stdout.splitlines()[-1] == str(given)
 
 
+@BOTH_WAYS
+def test_an_msrun_that_is_a_script_of_the_shell_is_run_by_it(tmp_path: Path, fork: str) -> None:
+    variables = environment(tmp_path)
+    own = tmp_path / "own_programs"
+    own.mkdir()
+    stand_in = tmp_path / "programs" / "msrun"
+    (own / "msrun").write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+    (own / "msrun").chmod(0o755)
+    given = program(tmp_path, "print('rank', rank)")
+    path = f"{own}:{variables['PATH']}"
+    ended = launch(tmp_path, "--ranks", "2", "--", given, PATH=path, MINDGRPO_FORK=fork)
+    assert (ended.returncode, ended.stdout) == (0, "rank 0\n"), ended.stderr
+
+
 def test_a_busy_port_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

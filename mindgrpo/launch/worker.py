@@ -200,10 +200,9 @@ def is_msrun(program: str) -> bool:
 
 
 def is_python(program: str) -> bool:
-    """Returns whether a script names Python as its interpreter: also in its second line, where the first is too long
-    for the system."""
+    """Returns whether a script is Python's: pip writes another first line where Python's path is too long for one."""
     with open(program, "rb") as file:
-        return b"python" in file.readline() + file.readline()
+        return b"python" in file.readline() or file.readline().startswith(b"'''exec' ")
 
 
 def main() -> None:

@@ -22,9 +22,7 @@ def rotary_table(
     latent, scaling = config.latent, None if is_local else config.rope_scaling
     theta = config.local_rope_theta if is_local else config.rope_theta
     width = config.head_dim if latent is None else latent.turning
-    frequencies = (1.0 / _powers(theta, np.arange(0, width, 2, dtype=np.float32) / width)).astype(
-        np.float32
-    )
+    frequencies = 1.0 / _powers(theta, np.arange(0, width, 2, dtype=np.float32) / width)
     magnitude = np.ones(len(frequencies), np.float32)
     if scaling is not None and "mscale" in scaling:
         frequencies = _yarn(frequencies, theta, scaling)

@@ -17,6 +17,7 @@ from mindspore import Tensor, nn, ops
 from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.parallel.mesh import DATA_AXES, DENSE
 from mindgrpo.training.optimizer_shares import (
+    TENSORS_OF_LOOP,
     ShardedTensor,
     SumOfShares,
     buckets,
@@ -219,10 +220,6 @@ class _SumOverGroup(nn.Cell):
         return ticket
 
 
-# As TENSORS_OF_GRAPH, and what is collected is copied for each tensor.
-SQUARES_OF_LOOP = 16
-
-
 class _Norm(nn.Cell):
     """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
 
@@ -240,8 +237,8 @@ class _Norm(nn.Cell):
 
     def construct(self) -> Any:
         squares: tuple[Any, ...] = ()
-        for first in range(0, len(self.columns), SQUARES_OF_LOOP):
-            last = min(first + SQUARES_OF_LOOP, len(self.columns))
+        for first in range(0, len(self.columns), TENSORS_OF_LOOP):
+            last = min(first + TENSORS_OF_LOOP, len(self.columns))
             squares = squares + self.squares_of(first, last)
         square = self.nothing
         if len(squares) > 0:

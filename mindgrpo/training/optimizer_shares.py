@@ -24,15 +24,15 @@ from mindgrpo.weights.local_weights import FlatRange, FusedTensor, WeightArrays,
 # Large enough for the links, small beside the gradients.
 BUCKET_BYTES = 64 << 20
 # Each turn of a loop in a graph nests calls in those of the turns before it, and MindSpore takes 1000 calls in another.
-TENSORS_OF_GRAPH = 32
+TENSORS_OF_LOOP = 32
 
 T = TypeVar("T")
 
 
 def of_graphs(tensors: Sequence[T]) -> Iterator[Sequence[T]]:
     """Yields the tensors, in order, that one graph takes."""
-    for first in range(0, len(tensors), TENSORS_OF_GRAPH):
-        yield tensors[first : first + TENSORS_OF_GRAPH]
+    for first in range(0, len(tensors), TENSORS_OF_LOOP):
+        yield tensors[first : first + TENSORS_OF_LOOP]
 
 
 def buckets(sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
