@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mindgrpo.algorithm.exponentials import exp
 from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.surrogates import (
     SURROGATES,
@@ -71,7 +72,7 @@ def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.
         return difference
     if estimator == "k2":
         return 0.5 * difference**2
-    return np.exp(-difference) + difference - 1.0
+    return exp(-difference) + difference - 1.0
 
 
 def has_gradient(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindgrpo.algorithm.exponentials import exp
 from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.sample import Arrays
 
@@ -54,7 +55,7 @@ def correct_rollout(
         if level == "sequence":
             difference = np.full(difference.shape, difference.sum())
         with np.errstate(over="ignore"):  # an infinite ratio is above any cap
-            ratios.append(np.exp(difference))
+            ratios.append(exp(difference))
     above, below = (cap, floor) if cut == "truncate" else (0.0, 0.0)
     weights = [
         np.where(ratio > cap, above, np.where(ratio < floor, below, ratio)).astype(np.float32)
@@ -88,7 +89,7 @@ def rejected_samples(
         if not difference.size:
             rejected.append(False)
             continue
-        ratio = np.exp(np.minimum(difference, math.log(LARGEST_RATIO)))
+        ratio = exp(np.minimum(difference, math.log(LARGEST_RATIO)))
         mean, k3 = math.exp(min(difference.mean(), 20.0)), float((ratio - 1.0 - difference).mean())
         rejected.append(
             (low is not None and mean < low)

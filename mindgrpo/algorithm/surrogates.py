@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindgrpo.algorithm.exponentials import exp, log
 from mindgrpo.algorithm.loss_config import LossConfig
 
 # Added to the probability of all other tokens, which is rounded to 0 where a token's is 1.
@@ -41,7 +42,7 @@ def importance_ratio(
     arXiv:2507.18071, equation 7).
     """
     difference = logps - old
-    return np.exp(sample_means(difference, lengths) if level == "sequence" else difference)
+    return exp(sample_means(difference, lengths) if level == "sequence" else difference)
 
 
 def sample_means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -82,7 +83,7 @@ def sapo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, "token")
     signs = tokens.advantages > 0
     tau = np.where(signs, config.sapo_temperature_pos, config.sapo_temperature_neg)
-    return np.asarray(4.0 / tau / (1.0 + np.exp(-tau * (ratio - 1.0))) * tokens.advantages)
+    return np.asarray(4.0 / tau / (1.0 + exp(-tau * (ratio - 1.0))) * tokens.advantages)
 
 
 def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
@@ -92,12 +93,12 @@ def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarr
     pi - mu >= -low (total variation, dppo_tv); or where mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) is at most
     high or low, or pi has moved against the sign of A (binary KL, dppo_kl).
     """
-    pi, mu = np.exp(held), np.exp(tokens.old)
+    pi, mu = exp(held), exp(tokens.old)
     rises = tokens.advantages > 0
     if config.surrogate == "dppo_tv":
         moved = np.where(rises, pi - mu - config.epsilon_high, mu - pi - config.epsilon_low)
         return np.asarray(moved <= 0)
-    rest = np.log((1.0 - mu + PROBABILITY_FLOOR) / (1.0 - pi + PROBABILITY_FLOOR))
+    rest = log((1.0 - mu + PROBABILITY_FLOOR) / (1.0 - pi + PROBABILITY_FLOOR))
     divergence = mu * (tokens.old - held) + (1.0 - mu) * rest
     bound = np.where(rises, config.epsilon_high, config.epsilon_low)
     return np.asarray((divergence <= bound) | np.where(rises, pi <= mu, pi >= mu))
@@ -118,7 +119,7 @@ def gmpo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     log_ratio, sign = tokens.logps - tokens.old, np.sign(tokens.advantages)
     clipped = np.clip(log_ratio, -config.epsilon_low, config.epsilon_high)
     kept = sign * np.minimum(sign * log_ratio, sign * clipped)
-    return np.asarray(np.exp(sample_means(kept, tokens.lengths)) * tokens.advantages)
+    return np.asarray(exp(sample_means(kept, tokens.lengths)) * tokens.advantages)
 
 
 def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
@@ -133,13 +134,13 @@ def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     rises = tokens.advantages >= 0
     k = np.where(rises, config.vespo_k_pos, config.vespo_k_neg)
     strength = np.where(rises, config.vespo_lambda_pos, config.vespo_lambda_neg)
-    phi = np.exp(k * log_w + strength * (1.0 - np.exp(log_w)))
+    phi = exp(k * log_w + strength * (1.0 - exp(log_w)))
     return np.asarray(phi * tokens.advantages * tokens.logps)
 
 
 def plain_ratio(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes rho A, which nothing clips (KL-Cov, arXiv:2505.22617, equation 13)."""
-    return np.asarray(np.exp(tokens.logps - tokens.old) * tokens.advantages)
+    return np.asarray(exp(tokens.logps - tokens.old) * tokens.advantages)
 
 
 def gpg(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:

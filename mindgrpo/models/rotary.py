@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm.exponentials import power
 from mindgrpo.models.decoder_config import DecoderConfig, yarn_magnitude
 
 
@@ -22,7 +23,7 @@ def rotary_table(
     latent, scaling = config.latent, None if is_local else config.rope_scaling
     theta = config.local_rope_theta if is_local else config.rope_theta
     width = config.head_dim if latent is None else latent.turning
-    frequencies = 1.0 / _powers(theta, np.arange(0, width, 2, dtype=np.float32) / width)
+    frequencies = 1.0 / power(theta, np.arange(0, width, 2, dtype=np.float32) / width)
     magnitude = np.ones(len(frequencies), np.float32)
     if scaling is not None and "mscale" in scaling:
         frequencies = _yarn(frequencies, theta, scaling)
@@ -37,20 +38,10 @@ def rotary_table(
     angles = np.concatenate([angles, angles], axis=1)
     both = np.concatenate([angles, angles], axis=1)
     cosines, sines = np.split(both, 2, axis=1)
+    # In place, as in algorithm/exponentials.py.
     np.cos(cosines, out=cosines)
     np.sin(sines, out=sines)
     return (both * np.tile(magnitude, 4)).astype(np.float32)
-
-
-def _powers(base: float, exponents: np.ndarray) -> np.ndarray:
-    """Returns base ** exponents in float32, with the same bits wherever memory lies.
-
-    NumPy (1.26) computes functions of arrays that touch in memory by another library, whose last bits differ. Under
-    glibc none touch, but under allocators such as jemalloc some do. Here, as where it works in place, they cannot.
-    """
-    bases, powers = np.empty((2, len(exponents) + 1), np.float32)[:, :-1]
-    bases[:], powers[:] = base, exponents
-    return np.power(bases, powers, out=powers)
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:

@@ -31,6 +31,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import SumExt
 
+from mindgrpo.algorithm.exponentials import exp, log
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
@@ -202,7 +203,7 @@ def draw(
     )
     is_complete = np.ones(size, bool)
     if has_threshold(sampling):
-        masses = (columns[:, :, -1] * np.exp(columns[:, :, 0] - x.max(1)[:, None])).sum(1)
+        masses = (columns[:, :, -1] * exp(columns[:, :, 0] - x.max(1)[:, None])).sum(1)
         ends = columns[:, :, count - 1].max(1)
         kept, is_complete = _kept(sampling, x, ends, masses)
         is_complete |= count == local_vocab
@@ -215,7 +216,7 @@ def draw(
     at = np.where(is_best, tokens, np.inf).argmin(1)[:, None]
     tops, sums = columns[:, :, -3], columns[:, :, -2]
     highest = tops.max(1)
-    log_total = highest + np.log((sums * np.exp(tops - highest[:, None])).sum(1))
+    log_total = highest + log((sums * exp(tops - highest[:, None])).sum(1))
     logps = np.take_along_axis(logits, at, 1)[:, 0] - log_total
     drawn = np.take_along_axis(tokens, at, 1)[:, 0].astype(np.int32)
     return Drawn(drawn, logps.astype(np.float32), is_complete)
@@ -236,7 +237,7 @@ def _kept(
     if sampling.top_k > 0:
         lowest = order[:, [min(sampling.top_k, x.shape[1]) - 1]]
     if sampling.top_p < 1.0:
-        mass = np.exp(order - highest, dtype=np.float64)
+        mass = exp((order - highest).astype(np.float64))
         if sampling.top_k > 0:
             # Of more logits that equal the k-th the mass would be counted, too.
             is_complete = ends < lowest[:, 0]
