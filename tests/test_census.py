@@ -323,10 +323,8 @@ def optimizer_of_shares(device: Backend, layers: int) -> Any:
 
 def sum_of_shares(device: Backend, layers: int) -> Any:
     model = Model(device, layers, data=4)
-    gradients = model.role("gradients").parameters
     ((group, tensors),) = by_group(model.sharded, device)
-    cell = SumOfShares(tensors, [gradients[tensor.whole.key] for tensor in tensors], group)
-    return cell(zeros(1, dtype=np.float32))
+    return SumOfShares(tensors, model.role("gradients"), group)(zeros(1, dtype=np.float32))
 
 
 def norm_of_shares(device: Backend, layers: int) -> Any:

@@ -8,20 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import SumExt
 
 from mindgrpo.backend.contract import Backend, Graph, Group
 from mindgrpo.parallel.mesh import DATA_AXES, DENSE
 from mindgrpo.training.optimizer_shares import (
+    ASSIGN,
+    CONCAT,
+    RESHAPE,
+    SHAPE,
+    SLICE,
+    SPLIT,
     TENSORS_OF_LOOP,
+    InTurn,
     ShardedTensor,
     SumOfShares,
+    assigned,
     buckets,
+    buckets_of,
     by_group,
+    first_of,
+    flattened,
     of_graphs,
     shares_in,
 )
@@ -177,46 +190,85 @@ class _Columns:
     ranges: tuple[tuple[int, int], ...]
     rows: tuple[int, int] | None = None
 
-    def size(self, start: int, stop: int) -> int:
-        return int(np.prod(self.shape[:-1])) * (stop - start)
+    @property
+    def rows_of_all(self) -> int:
+        return int(np.prod(self.shape[:-1]))
+
+    @property
+    def size(self) -> int:
+        """Counts the elements in the ranges."""
+        return self.rows_of_all * sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.ranges == ((0, self.shape[-1]),)
+
+    @property
+    def region(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the first element of the rows in the only range, and where they end."""
+        begin, end = [0] * len(self.shape), [*self.shape]
+        begin[-1], end[-1] = self.ranges[0]
+        if self.rows is not None:
+            begin[0], end[0] = self.rows
+        return tuple(begin), tuple(end)
+
+    @property
+    def widths(self) -> tuple[tuple[int, bool], ...]:
+        """Returns the widths of the ranges and of what is between them, in order, and which are ranges."""
+        edges = (0, *(edge for one in self.ranges for edge in one), self.shape[-1])
+        widths = [stop - start for start, stop in pairwise(edges)]
+        return tuple((width, i % 2 == 1) for i, width in enumerate(widths) if width > 0)
 
 
-class _SumOverGroup(nn.Cell):
-    """Sums columns of parameters over a group, in buckets, one after the other; gives what the last one ends with."""
+class _SumOfTensors(nn.Cell):
+    """(ticket) -> ticket; sums whole parameters over a group, in one exchange behind that which gave the ticket."""
 
     def __init__(self, columns: Sequence[_Columns], group: Group) -> None:
         super().__init__()
         self.parameters = ms.ParameterTuple([own.parameter for own in columns])
-        self.ranges = tuple(own.ranges for own in columns)
-        self.outer = tuple(own.shape[:-1] for own in columns)
-        self.widths = tuple(own.shape[-1] for own in columns)
-        self.sizes = tuple(tuple(own.size(*one) for one in own.ranges) for own in columns)
-        self.buckets = buckets([sum(sizes) for sizes in self.sizes])
-        self.total = group.sum_cell()
+        self.sizes = tuple(own.size for own in columns)
+        self.total, self.map = group.sum_cell(), ops.HyperMap()
 
     def construct(self, ticket: Any) -> Any:
-        for bucket in self.buckets:
-            flat = []
-            for i in bucket:
-                for start, stop in self.ranges[i]:
-                    flat.append(self.parameters[i][..., start:stop].reshape(-1))
-            # The calls of all ranks need one order, which independent operations of a graph do not have.
-            total = self.total(ops.depend(ops.concat(flat), ticket))
-            ticket = total[:1]
-            begin = 0
-            for i in bucket:
-                # Read once and written once: a graph does not promise an order between the two of one parameter.
-                old, cursor, columns = self.parameters[i], 0, []
-                for number in range(len(self.ranges[i])):
-                    start, stop = self.ranges[i][number]
-                    if start > cursor:
-                        columns.append(old[..., cursor:start])
-                    end = begin + self.sizes[i][number]
-                    columns.append(total[begin:end].reshape((*self.outer[i], stop - start)))
-                    begin, cursor = end, stop
-                if cursor < self.widths[i]:
-                    columns.append(old[..., cursor:])
-                ticket = ops.depend(ticket, ops.assign(old, ops.concat(columns, -1)))
+        # The calls of all ranks need one order, which independent operations of a graph do not have.
+        total = self.total(ops.depend(CONCAT(self.map(flattened, self.parameters)), ticket))
+        sums = SPLIT(total, self.sizes, 0)
+        return ops.depend(first_of(total), self.map(assigned, self.parameters, sums))
+
+
+class _SumOfColumns(nn.Cell):
+    """As _SumOfTensors, of ranges of parameters' columns."""
+
+    def __init__(self, columns: Sequence[_Columns], group: Group) -> None:
+        super().__init__()
+        self.parameters = ms.ParameterTuple([own.parameter for own in columns])
+        self.widths = tuple(tuple(width for width, _ in own.widths) for own in columns)
+        self.is_summed = tuple(tuple(summed for _, summed in own.widths) for own in columns)
+        self.sizes = tuple(
+            own.rows_of_all * width for own in columns for width, summed in own.widths if summed
+        )
+        self.total, self.join = group.sum_cell(), ops.Concat(-1)
+
+    def construct(self, ticket: Any) -> Any:
+        flat: tuple[Any, ...] = ()
+        for i in range(len(self.parameters)):
+            split = SPLIT(self.parameters[i], self.widths[i], -1)
+            for number in range(len(split)):
+                if self.is_summed[i][number]:
+                    flat = (*flat, flattened(split[number]))
+        total = self.total(ops.depend(CONCAT(flat), ticket))
+        sums, at = SPLIT(total, self.sizes, 0), 0
+        ticket = first_of(total)
+        for i in range(len(self.parameters)):
+            # Read once and written once: a graph does not promise an order between the two of one parameter.
+            split = SPLIT(self.parameters[i], self.widths[i], -1)
+            columns: tuple[Any, ...] = ()
+            for number in range(len(split)):
+                own = split[number]
+                if self.is_summed[i][number]:
+                    own, at = RESHAPE(sums[at], SHAPE(own)), at + 1
+                columns = (*columns, own)
+            ticket = ops.depend(ticket, ASSIGN(self.parameters[i], self.join(columns)))
         return ticket
 
 
@@ -228,21 +280,22 @@ class _Norm(nn.Cell):
     ) -> None:
         super().__init__()
         self.parameters = ms.ParameterTuple([own.parameter for own in columns])
-        self.columns = tuple(own.ranges[0] for own in columns)
-        self.rows = tuple(own.rows for own in columns)
+        self.begins = tuple(own.region[0] for own in columns)
+        self.ends = tuple(own.region[1] for own in columns)
+        self.is_whole = tuple(own.region == ((0,) * len(own.shape), own.shape) for own in columns)
         self.shares = Tensor([1.0 / number for number in copies] or [1.0], ms.float32)
         self.is_alone = group.size == 1
         self.nothing = Tensor([0.0], ms.float32)
-        self.squares, self.total = squares, group.sum_cell()
+        self.squares, self.total, self.sum = squares, group.sum_cell(), SumExt()
 
     def construct(self) -> Any:
         squares: tuple[Any, ...] = ()
-        for first in range(0, len(self.columns), TENSORS_OF_LOOP):
-            last = min(first + TENSORS_OF_LOOP, len(self.columns))
+        for first in range(0, len(self.begins), TENSORS_OF_LOOP):
+            last = min(first + TENSORS_OF_LOOP, len(self.begins))
             squares = squares + self.squares_of(first, last)
         square = self.nothing
         if len(squares) > 0:
-            square = (ops.concat(squares) * self.shares).sum().reshape(1)
+            square = RESHAPE(self.sum(CONCAT(squares) * self.shares), (1,))
         if not self.is_alone:
             square = self.total(square)
         return ops.sqrt(square)
@@ -250,14 +303,11 @@ class _Norm(nn.Cell):
     def squares_of(self, first: int, last: int) -> tuple[Any, ...]:
         squares: tuple[Any, ...] = ()
         for i in range(first, last):
-            start, stop = self.columns[i]
             values = self.parameters[i]
-            rows = self.rows[i]
-            if rows is not None:
-                values = values[rows[0] : rows[1]]
-            if stop - start < values.shape[-1]:
-                values = values[..., start:stop]
-            squares = (*squares, self.squares(values).reshape(1))
+            if not self.is_whole[i]:
+                begin = self.begins[i]
+                values = SLICE(values, begin, self.ends[i], (1,) * len(begin))
+            squares = (*squares, RESHAPE(self.squares(values), (1,)))
         return squares
 
 
@@ -296,19 +346,22 @@ class DeviceGradientSync:
         self._totals: list[Graph] = []
 
         def add(ranks: tuple[int, ...], columns: list[_Columns]) -> None:
+            if len(ranks) == 1:
+                return
+            group = backend.group(ranks)
             summed = [own for own in columns if own.ranges]
-            for taken in of_graphs(summed if len(ranks) > 1 else []):
-                cell = _SumOverGroup(taken, backend.group(ranks))
-                self._totals.append(backend.graph(cell, "sum of gradients"))
+            for kind, cut in ((_SumOfTensors, False), (_SumOfColumns, True)):
+                for taken in of_graphs([own for own in summed if own.is_whole != cut]):
+                    cells = [kind(own, group) for own in buckets(taken, [c.size for c in taken])]
+                    self._totals.append(backend.graph(InTurn(cells), "sum of gradients"))
 
         for ranks, names in sums.shared:
             add(ranks, [_columns_of(gradients, entry, names) for entry in gradients.fused])
         entries = {entry.key: entry for entry in gradients.fused}
         if sharded:
             for group, shared in by_group(sharded, backend):
-                tensors = [gradients.parameters[tensor.whole.key] for tensor in shared]
-                cell = SumOfShares(shared, tensors, group)
-                self._totals.append(backend.graph(cell, "sum of gradients"))
+                scattered = [SumOfShares(own, gradients, group) for own in buckets_of(shared)]
+                self._totals.append(backend.graph(InTurn(scattered), "sum of gradients"))
             own = list(_own_slices(gradients, sums, sharded))
             terms = [_part_of(gradients, entries[term.key], slices) for term, slices in own]
             copies = [term.copies for term, _ in own]
