@@ -12,6 +12,7 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
+from mindspore.ops.auto_generate import SplitWithSize
 
 from mindgrpo.models.decoder_config import LATENT_EPS
 from mindgrpo.models.shard import Shard
@@ -37,7 +38,8 @@ class LatentAttention(nn.Cell):
         self.is_interleaved, self.are_cached = latent.is_interleaved, are_cached
         self.down = shard.entering(shard.linear(name + "qkv_a_proj.weight"))
         self.has_query_latent = latent.query_rank is not None
-        self.queries = latent.query_rank or self.heads * self.dim
+        queries = latent.query_rank or self.heads * self.dim
+        self.split, self.widths = SplitWithSize(), (queries, latent.rank, latent.turning)
         self.vector = shard.vector()
         self.norm = shard.cell(shard.kernels.rms_norm, LATENT_EPS)
         self.kv_norm = shard[name + "kv_a_layernorm.weight"]
@@ -56,12 +58,12 @@ class LatentAttention(nn.Cell):
 
     def construct(self, x: Any, context: Any) -> Any:
         made = self.down(x)
-        queries, behind = made[:, : self.queries], self.queries + self.rank
+        queries, latents, turning = self.split(made, self.widths, 1)
         if self.has_query_latent:
             queries = self.q_up(self.norm(queries, self.vector(self.q_norm)))
-        latents = self.norm(made[:, self.queries : behind], self.vector(self.kv_norm))
+        latents = self.norm(latents, self.vector(self.kv_norm))
         queries = queries.reshape(-1, self.heads, self.dim)
-        turning = ops.expand_dims(made[:, behind:], 1)
+        turning = ops.expand_dims(turning, 1)
         if self.are_cached:
             mixed = self.of_latents(queries, latents, turning, context)
         else:
@@ -70,32 +72,35 @@ class LatentAttention(nn.Cell):
 
     def of_heads(self, queries: Any, latents: Any, turning: Any, context: Any) -> Any:
         """Makes keys and values of each head -> mixed [N, Q V]."""
-        still = self.still
-        both = self.kv_up(latents).reshape(-1, self.heads, still + self.value)
-        keys = self.laid_out(both[:, :, :still], ops.tile(turning, (1, self.heads, 1)))
-        values = both[:, :, still:]
-        if self.dim > self.value:
-            values = ops.concat((values, ops.zeros_like(keys[:, :, self.value :])), 2)
-        queries = self.laid_out(queries[:, :, :still], queries[:, :, still:])
+        both = self.kv_up(latents).reshape(-1, self.heads, self.still + self.value)
+        keys, values = self.split(both, (self.still, self.value), 2)
+        keys = self.laid_out(keys, ops.tile(turning, (1, self.heads, 1)))
+        beyond = self.dim - self.value
+        if beyond > 0:
+            nothing = ops.zeros((both.shape[0], self.heads, beyond), both.dtype)
+            values = ops.concat((values, nothing), 2)
+        queries = self.laid_out(*self.split(queries, (self.still, self.turning), 2))
         mixed = self.attended(ops.concat((queries, keys, values), 1), context)
-        return mixed.reshape(-1, self.heads, self.dim)[:, :, : self.value].reshape(
-            -1, self.heads * self.value
-        )
+        if beyond > 0:
+            mixed = mixed.reshape(-1, self.heads, self.dim)
+            mixed, _ = self.split(mixed, (self.value, beyond), 2)
+        return mixed.reshape(-1, self.heads * self.value)
 
     def of_latents(self, queries: Any, latents: Any, turning: Any, context: Any) -> Any:
         """Mixes latents, of which values are made then -> mixed [N, Q V]."""
-        still = self.still
         # [C, Q, S + V] -> [Q, C, ..]
         matrix = ops.cast(self.kv_matrix, queries.dtype)
         matrix = matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
-        by_head = queries[:, :, :still].transpose(1, 0, 2)
-        seeking = self.multiply_back(by_head, matrix[:, :, :still])
-        seeking = self.laid_out(seeking.transpose(1, 0, 2), queries[:, :, still:])
+        to_keys, to_values = self.split(matrix, (self.still, self.value), 2)
+        still, queries = self.split(queries, (self.still, self.turning), 2)
+        seeking = self.multiply_back(still.transpose(1, 0, 2), to_keys)
+        seeking = self.laid_out(seeking.transpose(1, 0, 2), queries)
         keys = self.laid_out(ops.expand_dims(latents, 1), turning)
         mixed = self.attended(ops.concat((seeking, keys, keys), 1), context)
         halves = mixed.reshape(-1, self.heads, 2, (self.rank + self.turning) // 2)
-        mixed = halves[:, :, :, : self.rank // 2].reshape(-1, self.heads, self.rank)
-        values = self.multiply(mixed.transpose(1, 0, 2), matrix[:, :, still:])
+        mixed, _ = self.split(halves, (self.rank // 2, self.turning // 2), 3)
+        mixed = mixed.reshape(-1, self.heads, self.rank)
+        values = self.multiply(mixed.transpose(1, 0, 2), to_values)
         return values.transpose(1, 0, 2).reshape(-1, self.heads * self.value)
 
     def laid_out(self, still: Any, turning: Any) -> Any:
