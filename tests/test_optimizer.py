@@ -5,10 +5,13 @@ Does not prove anything about several ranks, nor that the gradients are right or
 
 from __future__ import annotations
 
+from typing import Any
+
 import mindspore as ms
 import numpy as np
 import pytest
 from ascend_doubles import fused
+from mindspore import Tensor, nn
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.dtypes import Dtype
@@ -20,6 +23,9 @@ from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.training.gradient_sync import _Columns as Columns
+from mindgrpo.training.gradient_sync import _SumOfColumns as SumOfColumns
+from mindgrpo.training.gradient_sync import _SumOfTensors as SumOfTensors
 from mindgrpo.training.optimizer import AdamW, AdamWSettings
 from mindgrpo.training.optimizer_shares import TENSORS_OF_LOOP
 from mindgrpo.weights.local_weights import Weights
@@ -207,6 +213,50 @@ def test_a_device_sums_and_updates_more_tensors_than_a_graph_can_nest_calls_for(
             decay = 1e-2 * SETTINGS.weight_decay * is_matrix(name)
             np.testing.assert_allclose(part, before[name] * (1 - decay) - 1e-2, atol=1e-6)
             np.testing.assert_array_equal(narrow.hf_views[name], part.astype(np.float16))
+
+
+class Doubling:
+    """A group of two ranks that have the same."""
+
+    def sum_cell(self) -> nn.Cell:
+        return Twice()
+
+
+class Twice(nn.Cell):
+    def construct(self, x: Any) -> Any:
+        return x + x
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranges"),
+    [
+        ((6,), ((0, 6),)),
+        ((4, 6), ((0, 6),)),
+        ((4, 6), ((0, 2),)),
+        ((4, 6), ((2, 3), (5, 6))),
+        ((2, 4, 6), ((1, 2), (2, 4))),
+        ((6,), ((4, 6),)),
+    ],
+)
+def test_a_sum_over_ranks_is_of_the_ranges_of_columns_alone(
+    shape: tuple[int, ...], ranges: tuple[tuple[int, int], ...]
+) -> None:
+    """Beside a second tensor, whose columns follow in the same exchange."""
+    connect(choose_target("CPU", "device"), {})
+    draw = np.random.default_rng(0)
+    given = [draw.normal(size=own).astype(np.float32) for own in (shape, (3, 5))]
+    parameters = [ms.Parameter(Tensor(array), name=f"p{i}") for i, array in enumerate(given)]
+    second = ((0, 5),) if len(ranges) == 1 and ranges[0] == (0, shape[-1]) else ((1, 4),)
+    columns = [
+        Columns(parameter, array.shape, own)
+        for parameter, array, own in zip(parameters, given, (ranges, second), strict=True)
+    ]
+    kind = SumOfTensors if columns[0].is_whole else SumOfColumns
+    kind(columns, Doubling())(Tensor([0.0], ms.float32))
+    for parameter, expected, own in zip(parameters, given, (ranges, second), strict=True):
+        for start, stop in own:
+            expected[..., start:stop] *= 2
+        np.testing.assert_array_equal(parameter.asnumpy(), expected)
 
 
 def test_on_the_host_moments_and_all_that_travels_are_counted_on_a_device() -> None:

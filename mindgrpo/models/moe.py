@@ -70,7 +70,10 @@ class MixtureOfExperts(nn.Cell):
     def chosen(self, x: Any, gate: Any) -> Any:
         """Returns the router's choice, as the kernels' choose_experts."""
         bias = ops.cast(self.bias, ms.float32)
-        return self.choose(x, gate, bias[0] + bias[1] + bias[2] if self.has_bias else bias)
+        if self.has_bias:
+            first, second, third = ops.unstack(bias)
+            bias = first + second + third
+        return self.choose(x, gate, bias)
 
 
 class Balance(nn.Cell):

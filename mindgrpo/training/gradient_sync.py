@@ -213,6 +213,11 @@ class _Columns:
         return tuple(begin), tuple(end)
 
     @property
+    def has_all(self) -> bool:
+        """Whether the region is all of the parameter."""
+        return self.region == ((0,) * len(self.shape), self.shape)
+
+    @property
     def widths(self) -> tuple[tuple[int, bool], ...]:
         """Returns the widths of the ranges and of what is between them, in order, and which are ranges."""
         edges = (0, *(edge for one in self.ranges for edge in one), self.shape[-1])
@@ -272,6 +277,17 @@ class _SumOfColumns(nn.Cell):
         return ticket
 
 
+class _Square(nn.Cell):
+    """x -> the sum of its squares, [1]."""
+
+    def __init__(self, squares: nn.Cell) -> None:
+        super().__init__()
+        self.squares = squares
+
+    def construct(self, x: Any) -> Any:
+        return RESHAPE(self.squares(x), (1,))
+
+
 class _Norm(nn.Cell):
     """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
 
@@ -279,19 +295,24 @@ class _Norm(nn.Cell):
         self, columns: Sequence[_Columns], copies: Sequence[int], group: Group, squares: nn.Cell
     ) -> None:
         super().__init__()
-        self.parameters = ms.ParameterTuple([own.parameter for own in columns])
-        self.begins = tuple(own.region[0] for own in columns)
-        self.ends = tuple(own.region[1] for own in columns)
-        self.is_whole = tuple(own.region == ((0,) * len(own.shape), own.shape) for own in columns)
-        self.shares = Tensor([1.0 / number for number in copies] or [1.0], ms.float32)
+        pairs = sorted(zip(columns, copies, strict=True), key=lambda pair: not pair[0].has_all)
+        self.num_whole = sum(own.has_all for own, _ in pairs)
+        parameters = [own.parameter for own, _ in pairs]
+        self.whole = ms.ParameterTuple(parameters[: self.num_whole])
+        self.cut = ms.ParameterTuple(parameters[self.num_whole :])
+        self.regions = tuple(own.region for own, _ in pairs[self.num_whole :])
+        self.shares = Tensor([1.0 / number for _, number in pairs] or [1.0], ms.float32)
         self.is_alone = group.size == 1
         self.nothing = Tensor([0.0], ms.float32)
-        self.squares, self.total, self.sum = squares, group.sum_cell(), SumExt()
+        self.square, self.map = _Square(squares), ops.HyperMap()
+        self.total, self.sum = group.sum_cell(), SumExt()
 
     def construct(self) -> Any:
         squares: tuple[Any, ...] = ()
-        for first in range(0, len(self.begins), TENSORS_OF_LOOP):
-            last = min(first + TENSORS_OF_LOOP, len(self.begins))
+        if self.num_whole > 0:
+            squares = self.map(self.square, self.whole)
+        for first in range(0, len(self.regions), TENSORS_OF_LOOP):
+            last = min(first + TENSORS_OF_LOOP, len(self.regions))
             squares = squares + self.squares_of(first, last)
         square = self.nothing
         if len(squares) > 0:
@@ -303,11 +324,9 @@ class _Norm(nn.Cell):
     def squares_of(self, first: int, last: int) -> tuple[Any, ...]:
         squares: tuple[Any, ...] = ()
         for i in range(first, last):
-            values = self.parameters[i]
-            if not self.is_whole[i]:
-                begin = self.begins[i]
-                values = SLICE(values, begin, self.ends[i], (1,) * len(begin))
-            squares = (*squares, RESHAPE(self.squares(values), (1,)))
+            begin, end = self.regions[i]
+            own = SLICE(self.cut[i], begin, end, (1,) * len(begin))
+            squares = (*squares, self.square(own))
         return squares
 
 
