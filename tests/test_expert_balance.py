@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from mindspore import Tensor, ops
+from small_generators import WITH_AVX512
 from test_expert_files import DEEPSEEK
 from test_families import EXAMPLE, read
 from test_router_replay import CONFIG, LAYOUT
@@ -129,7 +130,7 @@ def test_without_a_coefficient_the_gradient_is_what_it_was() -> None:
         )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=WITH_AVX512)])
 def test_a_bias_moves_by_the_rate_towards_an_even_load_and_keeps_its_bits(dtype: Dtype) -> None:
     backend = CpuBackend({}, num_parts=NUM_PARTS["medium"] if dtype == "bfloat16" else None)
     backend.compute_dtype = dtype
