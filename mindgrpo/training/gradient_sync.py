@@ -200,12 +200,8 @@ class _Columns:
         return self.rows_of_all * sum(stop - start for start, stop in self.ranges)
 
     @property
-    def is_whole(self) -> bool:
-        return self.ranges == ((0, self.shape[-1]),)
-
-    @property
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns the first element of the rows in the only range, and where they end."""
+        """Returns where the rows of the first range begin and end, in every dim."""
         begin, end = [0] * len(self.shape), [*self.shape]
         begin[-1], end[-1] = self.ranges[0]
         if self.rows is not None:
@@ -213,8 +209,8 @@ class _Columns:
         return tuple(begin), tuple(end)
 
     @property
-    def has_all(self) -> bool:
-        """Whether the region is all of the parameter."""
+    def is_whole(self) -> bool:
+        """Whether the first range, of these rows, is all of the parameter."""
         return self.region == ((0,) * len(self.shape), self.shape)
 
     @property
@@ -295,8 +291,8 @@ class _Norm(nn.Cell):
         self, columns: Sequence[_Columns], copies: Sequence[int], group: Group, squares: nn.Cell
     ) -> None:
         super().__init__()
-        pairs = sorted(zip(columns, copies, strict=True), key=lambda pair: not pair[0].has_all)
-        self.num_whole = sum(own.has_all for own, _ in pairs)
+        pairs = sorted(zip(columns, copies, strict=True), key=lambda pair: not pair[0].is_whole)
+        self.num_whole = sum(own.is_whole for own, _ in pairs)
         parameters = [own.parameter for own, _ in pairs]
         self.whole = ms.ParameterTuple(parameters[: self.num_whole])
         self.cut = ms.ParameterTuple(parameters[self.num_whole :])
