@@ -29,6 +29,7 @@ EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 PROGRAM = "examples/grpo/qwen_grpo_tutorial/main.py"
 POLL_SECONDS = 0.0002
 SHARED_MEMORY = Path("/dev/shm")
+MAPPED = re.compile(rf"{SHARED_MEMORY}/\S+")
 FIRST_LINE = re.compile(
     r"mindgrpo: \d+ ranks? (?:on port (\d+), )?full logs: (\S+)|mindgrpo: 1 rank"
 )
@@ -161,9 +162,12 @@ class Job:
     def left(self) -> list[str]:
         found = [f"process {pid}: {name}" for pid, name in self.processes()]
         mine = f"mindgrpo-{self.process.pid}-"
-        for path in set(SHARED_MEMORY.iterdir()) - self._shared:
-            # Other jobs of this machine come and go.
-            if path.name.startswith(mine) or not path.name.startswith("mindgrpo-"):
+        new = set(SHARED_MEMORY.iterdir()) - self._shared
+        others = _mapped_shared_memory() if new else set()
+        for path in new:
+            # Other jobs of this machine come and go, and so do other programs' semaphores.
+            is_others = path.name.startswith("mindgrpo-") or path in others or not path.exists()
+            if path.name.startswith(mine) or not is_others:
                 found.append(str(path))
         found += [str(path) for path in (self.folder / "tmp").iterdir()]
         found += [str(path) for path in set(self.folder.iterdir()) - self._before]
@@ -186,6 +190,15 @@ class Job:
             except OSError:
                 continue
         return found
+
+
+def _mapped_shared_memory() -> set[Path]:
+    """By any process that lives."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            mapped |= {Path(found) for found in MAPPED.findall(maps.read_text())}
+    return mapped
 
 
 def _listens(port: int) -> bool:
