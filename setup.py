@@ -108,6 +108,7 @@ EXTRAS_REQUIRE = {
         "mypy",
         "types-PyYAML",
         "hypothesis",
+        "cmeel-mimalloc",  # scripts/run_tests.sh preloads it
         *DATASETS,
         *NOTEBOOK,
         *CODE,

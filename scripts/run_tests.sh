@@ -29,9 +29,11 @@ check "$MINDGRPO_PYTHON" -m ruff check .
 check "$MINDGRPO_PYTHON" -m mypy
 make_vllm
 [ "$status" -eq 0 ] || echo "== lint or types failed (above); the tests follow"
-# Compiling allocates many small blocks, of which a thread of glibc keeps 7 of a size by itself: with more, it takes a
-# twentieth less time.
-export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_count=2000:glibc.malloc.tcache_max=1032}"
+# Compiling allocates many small blocks: with mimalloc in place of glibc's allocator it takes a quarter less time. What
+# is freed goes back to the system at once, as tests of memory expect.
+for allocator in "$(dirname "$MINDGRPO_PYTHON")"/../lib/python*/site-packages/cmeel.prefix/lib/libmimalloc.so; do
+    [ ! -e "$allocator" ] || export LD_PRELOAD="${LD_PRELOAD:-$allocator}" MIMALLOC_PURGE_DELAY=0
+done
 # Tests start hundreds of Pythons: each would compile what it imports, an engine all of vLLM and torch.
 unset PYTHONDONTWRITEBYTECODE
 # Last, so that pytest's closing line is the last line.
