@@ -17,6 +17,7 @@ from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import policy_loss, token_weights
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout, pack
+from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -84,15 +85,19 @@ PolicyOf = Callable[[UpdateSettings], Policy]
 
 @pytest.fixture(scope="module")
 def policy_of() -> PolicyOf:
-    """A policy with the same random weights and no past, compiled once for each settings."""
+    """A policy with the same random weights and no past; settings that differ in samples a row share its graphs."""
     backend = CpuBackend({})
     backend.kernels.batch_invariant = True
     made: dict[UpdateSettings, Policy] = {}
 
     def of(settings: UpdateSettings) -> Policy:
-        if settings not in made:
-            made[settings] = Policy(CONFIG, LAYOUT, backend, settings)
-        policy = made[settings]
+        shape = replace(settings.shape, max_per_row=None)
+        key = replace(settings, shape=shape)
+        policy = made[key] = made.get(key) or Policy(CONFIG, LAYOUT, backend, key)
+        for graphs in (policy, policy.pipeline):
+            graphs.shapes = ShapeChoice(settings.shape)
+            # Graphs that predict every token, whatever rows hold.
+            graphs.shapes.restore(((shape.length, shape.tokens),), 0)
         fill_random(policy.weights, seed=2, scale=0.1)
         for past in (policy.optimizer.first, policy.optimizer.second):
             for run in past.arrays.flat_buffers:
