@@ -65,6 +65,18 @@ FIRST = (*GROUPS["ranks"], *GROUPS["processes"], *LONGEST)
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives programs that tests start the system's allocator, as users' have, and not that of run_tests.sh.
+
+    test_distributed.py, whose ranks compile most, gives it to its own.
+    """
+    starts_others = bool(config.getoption("numprocesses", None)) and not hasattr(
+        config, "workerinput"
+    )
+    if not starts_others and "mimalloc" in os.environ.get("LD_PRELOAD", ""):
+        os.environ["TEST_ALLOCATOR"] = os.environ.pop("LD_PRELOAD")
+
+
 def _place(item: pytest.Item) -> tuple[int, str]:
     name = item.path.stem
     return (FIRST.index(name), "") if name in FIRST else (len(FIRST), name)

@@ -77,6 +77,8 @@ def _crashed_at_its_end(folder: Path) -> bool:
 def _launch(which: Which, folder: Path) -> World:
     environment = os.environ | {"GLOG_v": "3", "OMP_NUM_THREADS": "1"}
     environment["MINDGRPO_LOG_DIR"] = str(folder / "logs")
+    if "TEST_ALLOCATOR" in environment:
+        environment["LD_PRELOAD"] = environment["TEST_ALLOCATOR"]
     if which[1] == "device":
         # The portable reference in all: MindSpore's own operations, and waits in Python.
         environment["MINDGRPO_NATIVE"] = "0"

@@ -258,8 +258,11 @@ def _be_late(host: LocalRanks, size: int, folder: Path) -> tuple[list[float], li
     host = LocalRanks(host.job, host.rank, size, host.library, health=health)
     group = _group(host, size, SMALL_BUFFER)
     group.barrier()
-    if host.rank == 1:
-        time.sleep(1.2)
+    until = time.monotonic() + 60.0
+    while host.rank == 1 and time.monotonic() < until:
+        if all(health.heartbeats()[rank].waits_since for rank in (0, 2)):
+            break
+        time.sleep(0.02)
     before = [health.heartbeats()[rank].waits_since for rank in range(size)]
     group.barrier()
     group.barrier()
@@ -375,7 +378,7 @@ def test_a_folder_of_a_few_pages_is_enough_for_any_amount_of_memory(tmp_path: Pa
 def _die_while_meeting(host: LocalRanks, size: int) -> None:
     if host.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    host_module.MEET_SECONDS = 1.0
+    host_module.MEET_SECONDS = 5.0
     _group(host, size, SMALL_BUFFER)
 
 

@@ -68,8 +68,7 @@ def browser(program: str, language: str = "en-US") -> Iterator[Page]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            # It has an allocator of its own, and ends where another one is preloaded.
-            env=os.environ | {"HOME": profile, "LANGUAGE": language, "LD_PRELOAD": ""},
+            env={**os.environ, "HOME": profile, "LANGUAGE": language},
         )
         os.close(read_by_it)
         os.close(written_by_it)
