@@ -366,7 +366,8 @@ SPREAD = (
     Case("olmo2", (1, 2, 1), (1, 2), recompute=True, splits_tokens=True),
     Case("dapo", (1, 1, 2, 2), (2, 2), widest=256),
     Case("two iterations", (1, 4, 2), (2, 4)),
-    Case("tools", (2, 1, 2), (2, 2), shards_optimizer=True, chunks=2),
+    Case("tools", (1, 1, 2, 2), (2, 2), chunks=2),
+    Case("tools", (2, 2, 2), (4, 2), splits_tokens=True, shards_optimizer=True, chunks=2),
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), experts=(1, 2), splits_tokens=True),
     Case("eight layers", (1, 1, 4), (2, 2), recompute=True, chunks=2),
@@ -389,7 +390,7 @@ SPREAD = (
         replays=True,
     ),
     Case("experts", (1, 1, 2), (2, 1), replays=True),
-    Case("partial", (1, 2, 1, 2), (2, 2), splits_tokens=True),
+    Case("partial", (1, 2, 2), (2, 2)),
     Case("partial", (1, 2, 1), (2, 1), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.
     Case("eight layers", (1, 1, 3), (3, 1), backend="device", widest=256, chunks=2),
@@ -405,8 +406,8 @@ SPREAD = (
 )
 CASES = ALONE + SPREAD
 
-# Of updates by every loss, on DP2/PP2 (losses.py).
-LOSSES_WORLD = (4, "shared_memory")
+# Of updates by every loss, on DP2/MP2/PP2 (losses.py).
+LOSSES_WORLD = (8, "shared_memory")
 MOVED_WORLD = (8, "shared_memory")
 DEVICE_MOVED_WORLD = (4, "device")
 _POWERS = (1, 2, 4, 8)
@@ -482,8 +483,8 @@ class Golden:
 
 
 GOLDEN = (
-    Golden("qwen3_moe", (1, 1, 2, 1), (1, 1)),
-    Golden("mixtral", (2, 2, 1, 1), (2, 2)),
+    Golden("qwen3_moe", (2, 2, 2, 1), (2, 2)),
+    Golden("mixtral", (2, 4, 1, 1), (4, 2)),
     Golden("deepseek_v3", (1, 2, 2, 2), (2, 2)),
 )
 

@@ -25,7 +25,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.training.stage_graphs import LossInputs, PolicyLoss
 from mindgrpo.training.update import update
 
-TRAIN, INFER = Mesh(2, 1, 2), Mesh(2, 2)
+TRAIN, INFER = Mesh(2, 2, 2), Mesh(4, 2)
 ROWS, ROW_LENGTH = 4, 32
 
 
