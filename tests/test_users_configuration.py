@@ -74,7 +74,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 128 if HAS_VLLM else 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     # Heads of 8 dims are too small for vLLM.
     "num_attention_heads": 4 if HAS_VLLM else 8,
     "num_key_value_heads": 4,
@@ -219,7 +219,7 @@ def test_two_steps_are_trained_with_the_configurations_numbers(run: tuple[Path, 
         assert row["logprob_gap/max"] < 1e-4
         assert row["reward/format_reward/errors"] + 1 > 0
     assert [row["weights_version"] for row in rows] == [UPDATES, 2 * UPDATES]
-    assert "train DP1/MP4/PP2, stages of 1+1 layers, sequence parallel" in said
+    assert "train DP1/MP4/PP2, stages of 2+2 layers, sequence parallel" in said
     assert "generate DP2/MP4" in said and "reference DP2/MP4" in said
     rate = yaml.safe_load(CONFIGURATION.read_text())["actor_config"]["lr_schedule"]
     # Ten updates of warm-up, then next to no decay in 200,000.
