@@ -28,8 +28,6 @@ ARGUMENTS = {
     "rl_config.num_generations": 4,
     "rl_config.eval_samples": 2,
     "rl_config.eval_steps": 1000,
-    # Without a reference ranks compile one graph less.
-    "rl_config.beta": 0,
     "rl_config.seq_length": 64,
     "actor_config.lr_schedule.lr_decay_style": "constant",
     "actor_config.parallel_config.data_parallel": 2,
