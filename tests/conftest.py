@@ -1,19 +1,24 @@
-"""Four processes share the suite (`-n 4`) on 2 cores, as some tests wait more than they compute.
+"""Chooses and orders the tests: tiers, shards and changed files (tiers.py), and which files wait for each other.
 
-What starts ranks of its own goes through one of them: two jobs of 8 ranks at a time would each look hung to the other's
-deadlines. So does what starts and ends other processes. A file's other tests stay together, as they share what they
-have built.
+Four processes share the whole suite (`-n 4`) on 2 cores, as some tests wait more than they compute. What starts ranks
+of its own goes through one of them: two jobs of 8 ranks at a time would each look hung to the other's deadlines. A
+file's other tests stay together, as they share what they have built.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiers
 from config_files import Loader
+from import_graph import ROOT, distance_to
 from source_cache import cache_sources
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -65,25 +70,94 @@ FIRST = (*GROUPS["ranks"], *GROUPS["processes"], *LONGEST)
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
+# Run whole in the quick tier, as their imports reach a change.
+WHOLE_FILES = pytest.StashKey[frozenset[Path]]()
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mindgrpo")
+    group.addoption("--tier", choices=("quick", "all"), default="all", help="default: all")
+    group.addoption("--shard", choices=tiers.SHARDS, help="run one part of the whole suite")
+    group.addoption(
+        "--changed",
+        metavar="REV",
+        help="with --tier quick: also run the test files whose imports reach what has changed since REV",
+    )
+    group.addoption(
+        "--file-order", type=int, metavar="SEED", help="run files in the order drawn with SEED"
+    )
+    group.addoption(
+        "--first", metavar="PATH", help="begin with the test files that import PATH most directly"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Gives programs that tests start the system's allocator, as users' have, and not that of run_tests.sh.
 
     test_distributed.py, whose ranks compile most, gives it to its own.
     """
+    # Files run in the order in which they were collected.
+    config.option.loadscopereorder = False
     starts_others = bool(config.getoption("numprocesses", None)) and not hasattr(
         config, "workerinput"
     )
     if not starts_others and "mimalloc" in os.environ.get("LD_PRELOAD", ""):
         os.environ["TEST_ALLOCATOR"] = os.environ.pop("LD_PRELOAD")
+    changed = tiers.changed_since(config.option.changed) if config.option.changed else []
+    config.stash[WHOLE_FILES] = tiers.reaching(changed)
 
 
-def _place(item: pytest.Item) -> tuple[int, str]:
-    name = item.path.stem
-    return (FIRST.index(name), "") if name in FIRST else (len(FIRST), name)
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files of other tiers and shards without importing them."""
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    options = config.option
+    if options.shard and tiers.shard_of(collection_path) != options.shard:
+        return True
+    is_chosen = tiers.is_quick(collection_path) or collection_path in config.stash[WHOLE_FILES]
+    return True if options.tier == "quick" and not is_chosen else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=_place)
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[2]
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the quick tier's tests in `items`."""
+    if not (config.option.keyword or "::" in "".join(config.args)):
+        names: dict[Path, list[str]] = {}
+        for item in items:
+            names.setdefault(item.path, []).append(_name(item))
+        for path, own in names.items():
+            for word in tiers.unused_words(path, own):
+                raise pytest.UsageError(
+                    f"tests/tiers.py: no test of {path.name} has '{word}' in its id"
+                )
+    whole = config.stash[WHOLE_FILES]
+    left_out = [
+        item
+        for item in items
+        if item.path not in whole and not tiers.is_quick_test(item.path, _name(item))
+    ]
+    items[:] = [item for item in items if item not in {*left_out}]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = len(left_out)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.tier == "quick":
+        _leave_out(config, items)
+    files = sorted({item.path for item in items})
+    if config.option.file_order is not None:
+        random.Random(config.option.file_order).shuffle(files)
+    elif config.option.first:
+        changed = [(ROOT / config.option.first).resolve()]
+        files.sort(key=lambda path: distance_to(path, changed))
+    else:
+        files.sort(key=lambda path: FIRST.index(path.stem) if path.stem in FIRST else len(FIRST))
+    place = {path: index for index, path in enumerate(files)}
+    items.sort(key=lambda item: place[item.path])
 
 
 class _Grouped(LoadFileScheduling):
@@ -116,3 +190,46 @@ def draws_no_curve(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def load(tmp_path: Path) -> Loader:
     return Loader(tmp_path)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Prints what every shard ran, with the seconds that its tests took in all processes together."""
+    if config.option.tier != "all" or config.option.file_order is None:
+        return
+    seconds, counts = Counter[str](), Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                shard = tiers.shard_of(ROOT / report.nodeid.partition("::")[0])
+                seconds[shard] += report.duration
+                counts[shard] += report.when == "call" or report.outcome != "passed"
+    terminalreporter.section("shards")
+    for shard in tiers.SHARDS:
+        if counts[shard]:
+            terminalreporter.line(f"{shard:24}{counts[shard]:6} tests {seconds[shard]:8.0f} s")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the quick tier with what it did not run."""
+    if config.option.tier != "quick" or hasattr(config, "workerinput"):
+        return
+    files = tiers.test_files()
+    others = [own for own in files if pytest_ignore_collect(own, config)]
+    left_out = config.stash.get(LEFT_OUT, 0)
+    print(
+        f"quick tier: not run are {len(others)} of {len(files)} test files (among them vLLM, MindSpore's own "
+        f"communication, faults and the documents) and {left_out} tests of the others. All of them: "
+        "bash scripts/run_tests.sh --all"
+    )

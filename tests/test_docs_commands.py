@@ -25,13 +25,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from fenced_blocks import ROOT, Block, blocks_of
+from small_clone import Clone, make_clone
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
@@ -111,43 +111,6 @@ def test_the_configurations_of_a_page_load(page: str) -> None:
     for block in blocks_of(page):
         if block.kind == "yaml":
             load_config(EXAMPLE, list(overrides_of(yaml.safe_load(block.text))))
-
-
-@dataclass(frozen=True)
-class Clone:
-    """A folder that looks like a clone with its environment, and the environment of its commands."""
-
-    folder: Path
-    environment: dict[str, str]
-
-    def shell(self, command: str, **variables: str) -> None:
-        ended = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self.folder,
-            env=self.environment | variables,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert ended.returncode == 0, f"{command}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
-
-
-def make_clone(folder: Path) -> Clone:
-    scripts = folder / "scripts"
-    scripts.mkdir(parents=True)
-    for path in (ROOT / name for name in ("examples", "docs", "mindgrpo", "model_configs")):
-        (folder / path.name).symlink_to(path)
-    for path in (ROOT / "scripts").iterdir():
-        (scripts / path.name).symlink_to(path)
-    # The real one would install packages.
-    (scripts / "setup_env.sh").unlink()
-    (scripts / "setup_env.sh").write_text(f"MINDGRPO_ROOT={shlex.quote(str(folder))}\n")
-    programs = Path(sys.executable).parent
-    environment = os.environ | {
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(folder),
-    }
-    return Clone(folder, environment)
 
 
 @pytest.fixture(scope="module")

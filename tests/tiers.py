@@ -1,0 +1,129 @@
+"""Which tests run when: the tier and the shard of every test file.
+
+Both follow from what a file starts and imports, so that a new file has them without a line here; the tables name the
+files, and the tests of a file, for which that rule is wrong. docs/testing.md says what belongs where.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from import_graph import ROOT, distance_to, distances, imported_names, strings
+
+TESTS = ROOT / "tests"
+
+# Of files that start something or compile graphs, what is in the quick tier: tests whose id (without the file) holds
+# one of the words, or all if there is none.
+QUICK: dict[str, tuple[str, ...]] = {}
+# Of the other files what is not: the same, of tests that take long or say nothing of the package.
+FULL: dict[str, tuple[str, ...]] = {}
+
+# Of the whole suite; each can be run alone.
+SHARDS = ("in-process", "processes", "ranks", "environments-of-others", "repository")
+# Of files whose shard does not follow from what they start: what needs packages or programs that a run does not, and
+# what tests documents, examples, benches and the wheel.
+SHARD_OF = {
+    **dict.fromkeys(
+        (
+            "test_environment_packages",
+            "test_mindformers_oracle",
+            "test_notebook",
+            "test_ray_job",
+            "test_report_page",
+            "test_trackers",
+            "test_users_configuration",
+        ),
+        "environments-of-others",
+    ),
+    **dict.fromkeys(
+        (
+            "test_benches",
+            "test_config_reference",
+            "test_docs_commands",
+            "test_docs_languages",
+            "test_example_data",
+            "test_fits",
+            "test_house",
+            "test_recipes",
+            "test_remedies",
+            "test_sanitizers",
+            "test_smollm2_examples",
+            "test_wheel",
+        ),
+        "repository",
+    ),
+}
+
+STARTS_PROCESSES = ("subprocess", "multiprocessing", "mindgrpo.launch", "mindgrpo.workers")
+STARTS_RANKS = ("--ranks", "--worker_num", "launch.sh", "quickstart.sh")
+
+
+def test_files() -> list[Path]:
+    return sorted(TESTS.rglob("test_*.py"))
+
+
+def _imports(path: Path, modules: Sequence[str]) -> bool:
+    """Whether `path`, or what it imports of tests/, imports one of `modules` or of their submodules."""
+    names = {
+        name for own in distances(path) if TESTS in own.parents for name in imported_names(own)
+    }
+    return any(name == own or name.startswith(own + ".") for name in names for own in modules)
+
+
+@cache
+def shard_of(path: Path) -> str:
+    if path.stem in SHARD_OF:
+        return SHARD_OF[path.stem]
+    if path.parent != TESTS:
+        return "environments-of-others"
+    if not _imports(path, STARTS_PROCESSES):
+        return "in-process"
+    starts_ranks = any(word in text for text in strings(path) for word in STARTS_RANKS)
+    return "ranks" if starts_ranks else "processes"
+
+
+def _imports_mindspore(path: Path) -> bool:
+    return any(
+        "mindspore" in imported_names(own, late=False) for own in distances(path, late=False)
+    )
+
+
+@cache
+def is_quick(path: Path) -> bool:
+    """Whether tests of `path` are in the quick tier."""
+    if path.stem in QUICK or FULL.get(path.stem) == ():
+        return path.stem in QUICK
+    return shard_of(path) == "in-process" and not _imports_mindspore(path)
+
+
+def is_quick_test(path: Path, name: str) -> bool:
+    """Whether the test `name` (with its parameters) of a file for which `is_quick` holds is in the quick tier."""
+    if path.stem in FULL:
+        return not any(word in name for word in FULL[path.stem])
+    words = QUICK.get(path.stem, ())
+    return not words or any(word in name for word in words)
+
+
+def unused_words(path: Path, names: Sequence[str]) -> list[str]:
+    """Words of the tables that are in none of the `names` of all tests of `path`."""
+    words = (*QUICK.get(path.stem, ()), *FULL.get(path.stem, ()))
+    return [word for word in words if not any(word in name for name in names)]
+
+
+def changed_since(revision: str) -> list[Path]:
+    """Files that differ from `revision` in the working tree, and files that git does not know yet."""
+    differing = ["git", "diff", "--name-only", "-z", revision, "--"]
+    unknown = ["git", "ls-files", "--others", "--exclude-standard", "-z"]
+    names: list[str] = []
+    for command in (differing, unknown):
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        names += listed.stdout.split("\0")
+    return [ROOT / name for name in names if name]
+
+
+def reaching(changed: Sequence[Path]) -> frozenset[Path]:
+    """Test files whose imports reach one of the `changed` files."""
+    return frozenset(path for path in test_files() if distance_to(path, changed) < float("inf"))
