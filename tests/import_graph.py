@@ -89,8 +89,8 @@ def distances(path: Path, late: bool = True) -> dict[Path, int]:
     waiting = deque([path])
     while waiting:
         current = waiting.popleft()
-        is_of_tests = ROOT / "tests" in current.parents
-        for own in imported_files(current, late or is_of_tests):
+        is_of_package = ROOT / "mindgrpo" in current.parents
+        for own in imported_files(current, late or not is_of_package):
             if own not in found:
                 found[own] = found[current] + 1
                 waiting.append(own)
@@ -110,7 +110,7 @@ def distance_to(path: Path, changed: Iterable[Path]) -> float:
         if own.suffix == ".py":
             wanted.add(own)
         else:
-            wanted.update(own.parent.glob("*.py"), own.parent.parent.glob("__init__.py"))
-        if any(own.name in text for text in strings(path)):
-            nearest = 1.0
+            wanted.update(own.parent.glob("*.py"))
+            if any(own.name in text for text in strings(path)):
+                nearest = 1.0
     return min((float(found[own]) for own in wanted if own in found), default=nearest)

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from operator import itemgetter
 from pathlib import Path
@@ -74,7 +74,8 @@ def _crashed_at_its_end(folder: Path) -> bool:
     return codes == [str(-signal.SIGSEGV)]
 
 
-def _launch(which: Which, folder: Path) -> World:
+def _launch(which: Which, folder: Path, names: Sequence[str]) -> World:
+    (folder / "cases.json").write_text(json.dumps(names))
     environment = os.environ | {"GLOG_v": "3", "OMP_NUM_THREADS": "1"}
     environment["MINDGRPO_LOG_DIR"] = str(folder / "logs")
     if "TEST_ALLOCATOR" in environment:
@@ -115,14 +116,24 @@ def _launch(which: Which, folder: Path) -> World:
 
 
 @pytest.fixture(scope="session")
-def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Starts a world once, whichever test asks first; a world that failed fails all its tests at once."""
+def launch(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Launch:
+    """Starts a world once, whichever test asks first, with the cases of the session's tests.
+
+    A world that failed fails all its tests at once.
+    """
+    chosen = {
+        case
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        if isinstance(case := item.callspec.params.get("case"), c.Case)
+    }
+    names = [case.name for case in c.CASES if case in chosen | {*map(_alone, chosen)}]
 
     @cache
     def attempt(which: Which) -> tuple[Path, World | BaseException]:
         folder = tmp_path_factory.mktemp("world_{}_{}".format(*which))
         try:
-            return folder, _launch(which, folder)
+            return folder, _launch(which, folder, names)
         except BaseException as error:
             return folder, error
 

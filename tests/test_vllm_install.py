@@ -273,7 +273,7 @@ def test_the_test_command_makes_the_environment_or_goes_on_without_it_in_one_lin
         f'if [ "$1" = --vllm ]; then\n{script}\nelse\nMINDGRPO_PYTHON=echo\nfi\n'
     )
     ended = subprocess.run(
-        ["bash", str(scripts / "run_tests.sh")],
+        ["bash", str(scripts / "run_tests.sh"), "--all"],
         env={"PATH": os.environ["PATH"], "MINDGRPO_TEST_VLLM": asked},
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from import_graph import ROOT, distance_to, distances, imported_names, strings
 
-TESTS = ROOT / "tests"
+TESTS, PACKAGE = ROOT / "tests", ROOT / "mindgrpo"
 
 # Of files that start something or compile graphs, what is in the quick tier: tests whose id (without the file) holds
 # one of the words, or all if there is none.
@@ -67,9 +67,8 @@ def test_files() -> list[Path]:
 
 def _imports(path: Path, modules: Sequence[str]) -> bool:
     """Whether `path`, or what it imports of tests/, imports one of `modules` or of their submodules."""
-    names = {
-        name for own in distances(path) if TESTS in own.parents for name in imported_names(own)
-    }
+    beside = [own for own in distances(path) if PACKAGE not in own.parents]
+    names = {name for own in beside for name in imported_names(own)}
     return any(name == own or name.startswith(own + ".") for name in names for own in modules)
 
 
@@ -77,7 +76,7 @@ def _imports(path: Path, modules: Sequence[str]) -> bool:
 def shard_of(path: Path) -> str:
     if path.stem in SHARD_OF:
         return SHARD_OF[path.stem]
-    if path.parent != TESTS:
+    if path.parent.name == "vllm":
         return "environments-of-others"
     if not _imports(path, STARTS_PROCESSES):
         return "in-process"
@@ -86,9 +85,9 @@ def shard_of(path: Path) -> str:
 
 
 def _imports_mindspore(path: Path) -> bool:
-    return any(
-        "mindspore" in imported_names(own, late=False) for own in distances(path, late=False)
-    )
+    """Whether importing `path`, or a test of it, imports MindSpore; what the package imports late does not count."""
+    files = distances(path, late=False)
+    return any("mindspore" in imported_names(own, PACKAGE not in own.parents) for own in files)
 
 
 @cache

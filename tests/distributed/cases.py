@@ -390,7 +390,7 @@ SPREAD = (
         replays=True,
     ),
     Case("experts", (1, 1, 2), (2, 1), replays=True),
-    Case("partial", (1, 2, 2), (2, 2)),
+    Case("partial", (1, 2, 2), (2, 2), splits_tokens=True),
     Case("partial", (1, 2, 1), (2, 1), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.
     Case("eight layers", (1, 1, 3), (3, 1), backend="device", widest=256, chunks=2),

@@ -1,8 +1,9 @@
 """The program of the distributed tests, one process a rank, with tests/ in PYTHONPATH: job.py RESULT_FOLDER BACKEND.
 
 With --write-golden [RECIPE ...] instead it writes the trajectory of these recipes, or of all, in one process.
-Runs this world's cases through the project's own rooms and writes rank_N.json (and the trained parameters, from
-rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write the golden trajectory from several ranks.
+Runs those of this world's cases that RESULT_FOLDER/cases.json names, through the project's own rooms, and writes
+rank_N.json (and the trained parameters, from rank 0). Judges nothing: tests/test_distributed.py does. Refuses to write
+the golden trajectory from several ranks.
 """
 
 from __future__ import annotations
@@ -385,8 +386,9 @@ def run_all(folder: Path, backend: Backend) -> None:
         "cases": {},
         "seconds": {},
     }
+    names = json.loads((folder / "cases.json").read_text())
     for case in c.CASES:
-        if case.world == world:
+        if case.world == world and case.name in names:
             outcome, parameters = trajectory(case, backend)
             result["cases"][case.name] = outcome
             if backend.rank == 0:
