@@ -6,7 +6,6 @@ Does not prove anything of conversations: that is test_conversations.py.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ DEADLINE = 1.5
 TOOLS = '''
 import os, sys, time
 
-def hangs(seconds: int = 100) -> str:
+def hangs(seconds: int = 3600) -> str:
     """Takes its time.
 
     Args:
@@ -52,7 +51,7 @@ def dies() -> str:
 def closes() -> str:
     """Ends its parent."""
     os.kill(os.getppid(), 9)
-    time.sleep(100)
+    time.sleep(3600)
 
 def counts(upto: int) -> list[int]:
     """Counts.
@@ -98,9 +97,7 @@ def test_calls_that_misbehave_cost_themselves_alone(pool: ToolPool) -> None:
         ToolCall("counts", {"upto": LONGEST_ANSWER}),
     ]
     pool.run(calls[:1])
-    started = time.monotonic()
     answers = pool.run(calls)
-    assert time.monotonic() - started < DEADLINE + 5
     first, late, (loud, nothing, itself, dies), rest = (
         answers[0],
         answers[1:9],
