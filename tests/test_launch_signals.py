@@ -12,6 +12,7 @@ import signal
 import subprocess
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,11 @@ time.sleep(3600)
 
 
 @pytest.fixture(autouse=True)
-def hangups_count() -> None:
+def hangups_count() -> Iterator[None]:
     """Also where the tests run under nohup, whose children would ignore them, as they should."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, earlier)
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_a_callable_that_does_not_come_back_is_given_up_and_asked_again_later(sc
         released.wait()
         return [1.0] * len(completions)
 
-    given = scorer(slow, "format_reward", deadline=0.2)
+    given = scorer(slow, "format_reward", deadline=2.0)
     first = given.score(["a"], [""], {})
     second = given.score([GOOD], [""], {})
     assert first.metrics()["reward/slow/timeouts"] == second.metrics()["reward/slow/timeouts"] == 1

@@ -28,7 +28,8 @@ from mindgrpo.workers import client
 from mindgrpo.workers.client import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE = 1.5
+# For what hangs, and for what ends by itself, however slow the machine.
+DEADLINE, PATIENCE = 1.5, 300.0
 MIB = 1 << 20
 
 REWARDS = ROOT / "tests" / "data"
@@ -37,11 +38,13 @@ HOSTILE, ODD = f"{REWARDS}/hostile_rewards.py", f"{REWARDS}/odd_rewards.py"
 
 @pytest.fixture
 def scorer() -> Iterator[Callable[..., Scorer]]:
-    """Makes scorers with short deadlines, and closes them."""
+    """Makes scorers, patient ones unless they are given a deadline, and closes them."""
     made: list[Scorer] = []
 
     def make(*names: str, **limits: Any) -> Scorer:
-        made.append(Scorer(names, None, Limits(**{"deadline": DEADLINE, **limits})))
+        if "deadline" not in limits:
+            limits = {"deadline": PATIENCE, "together": PATIENCE} | limits
+        made.append(Scorer(names, None, Limits(**limits)))
         return made[-1]
 
     yield make
@@ -91,7 +94,8 @@ def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
         return ask(worker, tasks, deadline, seconds, *more)
 
     monkeypatch.setattr(Worker, "ask", noting)
-    scores = score(scorer(f"{ODD}:spins", "format_reward"), [str(i % 10) for i in range(40)])
+    given = scorer(f"{ODD}:spins", "format_reward", deadline=DEADLINE)
+    scores = score(given, [str(i % 10) for i in range(40)])
     # For all together, and then for all of them beside each other.
     assert waited == [DEADLINE, DEADLINE + ISOLATED_GRACE]
     assert scores.metrics()["reward/spins/timeouts"] == 40
@@ -119,7 +123,7 @@ def test_what_is_only_slow_with_all_samples_is_scored_apart(scorer: Callable[...
 
 
 def test_a_sample_that_hangs_when_scored_alone_is_found(scorer: Callable[..., Scorer]) -> None:
-    scores = score(scorer(f"{ODD}:slow_after_raising"), ["0", "1", "2"])
+    scores = score(scorer(f"{ODD}:slow_after_raising", deadline=DEADLINE), ["0", "1", "2"])
     np.testing.assert_array_equal(scores.per_function["slow_after_raising"], [1.0, np.nan, 1.0])
     assert scores.metrics()["reward/slow_after_raising/timeouts"] == 1
 
