@@ -101,6 +101,7 @@ EXTRAS_REQUIRE = {
     "ray": RAY,
     "dev": [
         "pytest",
+        "pytest-timeout",
         "pytest-xdist",
         "setuptools>=64",  # builds the wheel that a test installs
         "wheel",

@@ -246,7 +246,7 @@ def test_what_ends_mindspores_reader_ends_no_run(
     monkeypatch.setattr(mindrecord, "_send_rows", lambda *_: os.abort())
     with pytest.raises(UserError, match="MindSpore's reader ended with status -6"):
         open_examples(record)
-    monkeypatch.setattr(mindrecord, "_send_rows", lambda *_: time.sleep(60))
+    monkeypatch.setattr(mindrecord, "_send_rows", lambda *_: time.sleep(3600))
     monkeypatch.setattr(mindrecord, "SECONDS_PER_MESSAGE", 0.2)
     with pytest.raises(UserError, match="no row came for 0.2 s"):
         open_examples(record)

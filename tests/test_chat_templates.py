@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,12 +189,10 @@ def test_a_template_that_runs_on_ends_with_a_sentence(
     ours: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
-    started = time.process_time()
     with pytest.raises(
         UserError, match="cannot render .*: it takes more than 0.3 s of processor time"
     ):
         with_text(ours, RUN_ON[name]).render(ASKED)
-    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("name", GROW)

@@ -158,19 +158,17 @@ def test_a_program_has_no_other_descriptor_than_its_streams(method: Isolation) -
     "code",
     [
         "while True: pass",
-        "import time\ntime.sleep(100)",
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(100)",
+        "import time\ntime.sleep(3600)",
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(3600)",
         "import os\nwhile True:\n    try: print('x' * 10**6)\n    except OSError: pass",
         "import os\nos.close(1)\nos.close(2)\nwhile True: pass",
         "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-        "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(9,)).start()\n"
+        "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(3600,)).start()\n"
         "    except RuntimeError: pass",
     ],
 )
 def test_time_and_output_are_bounded(method: Isolation, code: str) -> None:
-    started = time.monotonic()
     ending = run(code, seconds=0.7)
-    assert time.monotonic() - started < 3.0
     assert ending.status is None
     assert len(ending.output) <= sandbox.MAX_OUTPUT_BYTES
 
@@ -216,26 +214,23 @@ def f(x):
 
 def test_processes_end_with_the_one_that_started_them(method: Isolation) -> None:
     """Even if that is killed."""
-    seconds = f"60.{os.getpid()}{len(method.name)}"
+    seconds = f"3600.{os.getpid()}{len(method.name)}"
     code = (
         "from mindgrpo.rewards.builtin import sandbox\n"
         f"sandbox.METHODS = {{name: sandbox.METHODS[name] for name in {list(sandbox.METHODS)!r}}}\n"
         "method = sandbox.find_isolation()\n"
         f"method.start(['/bin/sleep', '{seconds}'], [], -3, -3)\n"
-        "print('started', flush=True)\nimport time\ntime.sleep(60)\n"
+        "print('started', flush=True)\nimport time\ntime.sleep(3600)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     assert starter.stdout is not None and starter.stdout.readline() == b"started\n"
     sleeper = f"/bin/sleep\0{seconds}\0".encode()
-    until = time.monotonic() + 10
-    while not processes_with(sleeper) and time.monotonic() < until:
+    while not processes_with(sleeper):
         time.sleep(0.02)
-    assert processes_with(sleeper)
     starter.send_signal(signal.SIGKILL)
     starter.wait()
-    while processes_with(sleeper) and time.monotonic() < until:
+    while processes_with(sleeper):
         time.sleep(0.02)
-    assert processes_with(sleeper) == []
 
 
 def processes_with(words: bytes) -> list[str]:
@@ -251,7 +246,7 @@ def processes_with(words: bytes) -> list[str]:
 def test_nothing_is_left_open(method: Isolation) -> None:
     run("print(1)")
     before = len(os.listdir("/proc/self/fd"))
-    run("import time\ntime.sleep(9)", seconds=0.3)
+    run("import time\ntime.sleep(3600)", seconds=0.3)
     sandbox.judge_assertions("def f(): pass", "", ["f()"], 5.0, 512 * MIB)
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,20 +203,16 @@ def test_whatever_is_decoded_is_plain_or_an_exception(data: bytes) -> None:
 
 
 def test_a_call_that_hangs_leaves_what_was_judged_before() -> None:
-    code = "import time\ndef f(x):\n    if x > 1: time.sleep(60)\n    return x"
-    started = time.monotonic()
+    code = "import time\ndef f(x):\n    if x > 1: time.sleep(3600)\n    return x"
     assertions = ["assert f(0) == 0", "assert f(1) == 1", "assert f(2) == 2", "assert f(0) == 0"]
     assert verdicts_of(code, *assertions, seconds=3.0) == "pp"
-    assert time.monotonic() - started < 5.0
 
 
 def test_a_value_that_makes_the_assertion_hang_or_eat_memory_fails() -> None:
     code = "def f(): return 10**18\ndef g(): return 1"
     eats = ["assert len('x' * f()) == 3", "assert g() == 1"]
     assert verdicts_of(code, *eats) == "fp"
-    started = time.monotonic()
     assert verdicts_of(code, "assert g() == 1", "assert sum(range(f())) == 1", seconds=3.0) == "p"
-    assert time.monotonic() - started < 5.0
 
 
 def test_a_program_that_ends_or_fails_passes_nothing_not_even_what_does_not_call_it() -> None:
@@ -228,12 +223,19 @@ def test_a_program_that_ends_or_fails_passes_nothing_not_even_what_does_not_call
     )
 
 
-def test_all_tests_of_a_completion_share_its_seconds() -> None:
+def test_all_tests_of_a_completion_share_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_program, num_started = sandbox.run_program, 0
+
+    def counted(*arguments: Any) -> sandbox.Ending:
+        nonlocal num_started
+        num_started += 1
+        return run_program(*arguments)
+
+    monkeypatch.setattr(sandbox, "run_program", counted)
     cases = [{"input": "", "output": "1"}] * 5
-    started = time.monotonic()
     (reward,) = code_reward([FENCED.format("while True: pass")], [""], [cases], seconds=0.6)
-    assert reward == 0.0
-    assert time.monotonic() - started < 3.0
+    # The first uses up what all have.
+    assert reward == 0.0 and num_started == 1
 
 
 @pytest.mark.parametrize(

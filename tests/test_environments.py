@@ -5,7 +5,6 @@ Does not prove anything of conversations and rewards: that is test_environment_t
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +26,8 @@ from mindgrpo.workers.protocol import (
     CallLimits,
 )
 
-DEADLINE = 2.5
+# For what hangs, and for what ends by itself, however slow the machine.
+DEADLINE, PATIENCE = 2.5, 300.0
 ENVIRONMENTS = '''
 import os, random, subprocess, sys, time
 
@@ -55,7 +55,7 @@ class Misbehaves:
 
     def step(self, completion):
         if completion == "hangs":
-            time.sleep(100)
+            time.sleep(3600)
         if completion == "raises":
             raise ValueError("*****\\n  no such move\\n*****")
         if completion == "exits":
@@ -69,9 +69,9 @@ class Misbehaves:
             self.eaten = bytearray(os.urandom(1 << 20)) * 3000
         if completion == "kills the worker":
             os.kill(os.getppid(), 9)
-            time.sleep(100)
+            time.sleep(3600)
         if completion == "starts":
-            self.started = subprocess.Popen(["sleep", "1000"])
+            self.started = subprocess.Popen(["sleep", "3600"])
         if completion == "lies":
             os.write(3, b"x" * 100)
         return {
@@ -140,10 +140,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def pool_of(file: Path, name: str, memory: int = 1 << 30) -> Iterator[EnvironmentPool]:
+def pool_of(
+    file: Path, name: str, memory: int = 1 << 30, deadline: float = PATIENCE
+) -> Iterator[EnvironmentPool]:
     # Runs of other tests may not have been collected yet.
     others = workers()
-    pool = EnvironmentPool(Mixture.read([f"{file}:{name}"]), CallLimits(DEADLINE, memory))
+    pool = EnvironmentPool(Mixture.read([f"{file}:{name}"]), CallLimits(deadline, memory))
     yield pool
     pool.close()
     assert workers() <= others
@@ -168,6 +170,11 @@ def counts(file: Path) -> Iterator[EnvironmentPool]:
 @pytest.fixture
 def misbehaves(file: Path) -> Iterator[EnvironmentPool]:
     yield from pool_of(file, "Misbehaves")
+
+
+@pytest.fixture
+def hangs(file: Path) -> Iterator[EnvironmentPool]:
+    yield from pool_of(file, "Misbehaves", deadline=DEADLINE)
 
 
 def opened(pool: EnvironmentPool, samples: range, seed: str = "0", most: int = 2) -> list[str]:
@@ -210,21 +217,27 @@ def test_random_numbers_follow_from_the_seed(counts: EnvironmentPool) -> None:
     assert opened(counts, range(1), "another") != first[:1]
 
 
+def test_environments_that_hang_cost_themselves_alone(hangs: EnvironmentPool) -> None:
+    turns = ["fine", *["hangs"] * 8]
+    hangs.ask({sample: Opening({}, "0") for sample in range(len(turns))})
+    fine, *late = hangs.ask(dict(enumerate(turns))).values()
+    assert isinstance(fine, Observation)
+    for result in late:
+        assert isinstance(result, CallFailure) and result.kind == TIMEOUT
+        assert "no answer within 2.5 s, in step at " in result.message
+
+
 def test_environments_that_fail_cost_themselves_alone(misbehaves: EnvironmentPool) -> None:
-    turns = ["fine", *["hangs"] * 8, "raises", "exits", "leaves", "eats", "fine"]
+    turns = ["fine", "raises", "exits", "leaves", "eats", "fine"]
     rows = {sample: Opening({}, "0") for sample in range(len(turns))}
     assert not any(isinstance(result, CallFailure) for result in misbehaves.ask(rows).values())
-    started = time.monotonic()
     results = misbehaves.ask(dict(enumerate(turns)))
-    assert time.monotonic() - started < DEADLINE + 20
     kinds = [
         result.kind if isinstance(result, CallFailure) else None for result in results.values()
     ]
-    assert kinds[:1] + kinds[1:9] == [None, *[TIMEOUT] * 8]
-    assert kinds[9:12] == [RAISED, EXIT, RAISED]
-    assert kinds[12] in (MEMORY, RAISED) and kinds[13] is None
-    late, raised = results[1], results[9]
-    assert isinstance(late, CallFailure) and "no answer within 2.5 s, in step at " in late.message
+    assert kinds[:4] == [None, RAISED, EXIT, RAISED]
+    assert kinds[4] in (MEMORY, RAISED) and kinds[5] is None
+    raised = results[1]
     assert isinstance(raised, CallFailure) and "ValueError: no such move at " in raised.message
     assert misbehaves.ask({0: "fine"})[0] == Observation(
         ({"role": "user", "content": "well"},), 1.0
@@ -255,17 +268,15 @@ def test_what_is_no_observation_is_a_failure(
     assert failure.kind == kind and sentence in failure.message
 
 
-def test_a_reset_that_fails_leaves_no_environment(misbehaves: EnvironmentPool) -> None:
-    results = misbehaves.ask(
+def test_a_reset_that_fails_leaves_no_environment(hangs: EnvironmentPool) -> None:
+    results = hangs.ask(
         {i: Opening({"in_reset": turn}, "0") for i, turn in enumerate(["raises", "hangs", "none"])}
     )
     kinds = [
         result.kind if isinstance(result, CallFailure) else None for result in results.values()
     ]
     assert kinds == [RAISED, TIMEOUT, None]
-    assert [
-        isinstance(r, CallFailure) for r in misbehaves.ask({0: "x", 1: "x", 2: "x"}).values()
-    ] == [
+    assert [isinstance(r, CallFailure) for r in hangs.ask({0: "x", 1: "x", 2: "x"}).values()] == [
         True,
         True,
         False,
@@ -315,7 +326,7 @@ def test_one_that_prints_without_end_goes_on(file: Path) -> None:
 
 
 def test_methods_may_be_coroutines(file: Path) -> None:
-    pool = EnvironmentPool(Mixture.read([f"{file}:Waits"]), CallLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool(Mixture.read([f"{file}:Waits"]), CallLimits(PATIENCE, 1 << 30))
     try:
         pool.ask({0: Opening({}, "0")})
         for _ in range(2):
@@ -329,7 +340,7 @@ def test_methods_may_be_coroutines(file: Path) -> None:
 def test_a_class_or_function_takes_arguments_and_may_answer_as_gymnasium_does(
     file: Path, name: str
 ) -> None:
-    pool = EnvironmentPool(Mixture.read([f"{file}:{name}"]), CallLimits(DEADLINE, 1 << 30))
+    pool = EnvironmentPool(Mixture.read([f"{file}:{name}"]), CallLimits(PATIENCE, 1 << 30))
     try:
         asked = pool.ask({sample: Opening({}, "0") for sample in range(3)})
         assert {own.messages[0]["content"] for own in asked.values()} == {"up to 3"}

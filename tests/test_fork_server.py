@@ -26,9 +26,7 @@ NOBODY = 65534
 
 
 def wait_until(holds: Callable[[], object]) -> None:
-    until = time.monotonic() + 90.0
     while not holds():
-        assert time.monotonic() < until
         time.sleep(0.02)
 
 
@@ -120,9 +118,7 @@ def test_a_process_that_connects_and_says_nothing_keeps_no_rank_from_starting(
 ) -> None:
     path = own_msrun(tmp_path, "workers = []\n", SILENT_CLIENT)
     source = program(tmp_path, "print('rank', rank, 'ran', flush=True)")
-    ended = launch(
-        tmp_path, "--ranks", "2", "--", source, PATH=path, MINDGRPO_FORK="1", seconds=60.0
-    )
+    ended = launch(tmp_path, "--ranks", "2", "--", source, PATH=path, MINDGRPO_FORK="1")
     assert ended.returncode == 0 and ended.stdout == "rank 0 ran\n"
 
 
@@ -188,7 +184,7 @@ if rank == "1":
 
 def assert_rank_0_saved(job: Started, tmp_path: Path) -> None:
     job.release()
-    shown, errors = job.launcher.communicate(timeout=90)
+    shown, errors = job.launcher.communicate()
     (log,) = (tmp_path / "logs").glob("*/fork_server.log")
     assert shown == "saved by 0 after SIGTERM\n", log.read_text() + errors
     assert job.launcher.returncode == 143 and job.mine() == []

@@ -36,6 +36,7 @@ from mindgrpo.health.watchdog import (
 
 
 def test_a_heartbeat_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:
+    before = time.monotonic()
     pid = os.fork()
     if pid == 0:
         health = RankHealth(3, 8, tmp_path)
@@ -47,7 +48,7 @@ def test_a_heartbeat_outlives_a_rank_that_was_killed(tmp_path: Path) -> None:
     assert last is not None
     assert (last.pid, last.step, last.phase, last.graph) == (pid, 5, "rollout", "decode")
     assert last.position == "phase compile (graph decode, in rollout of step 5)"
-    assert abs(time.monotonic() - last.since) < 10
+    assert before < last.since < time.monotonic()
 
 
 def test_a_phase_ends_where_it_is_left_and_stays_where_it_failed(tmp_path: Path) -> None:
@@ -97,14 +98,14 @@ def test_a_reader_never_sees_half_of_a_write(tmp_path: Path) -> None:
             for name in ("a" * 60, "bb"):
                 file.write(Heartbeat(1, 0.0, name, 0.0, step=len(name), graph=name))
     try:
-        seen = set()
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
+        changes, previous = 0, None
+        while changes < 1000:
             last = read_heartbeat(path)
             if last is not None:
                 assert last.step == len(last.phase) and last.graph == last.phase
-                seen.add(last.phase)
-        assert seen == {"a" * 60, "bb"}
+                assert last.phase in ("a" * 60, "bb")
+                changes += previous != last.phase
+                previous = last.phase
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -230,9 +231,8 @@ def _late(tmp_path: Path, action: str, capsys: pytest.CaptureFixture[str]) -> Wa
     health = RankHealth(1, 2, tmp_path)
     silent = Heartbeat(1, time.monotonic() - 2 * SILENT_SECONDS, "start", 0.0)
     HeartbeatFile(heartbeat_path(tmp_path, 0)).write(silent)
-    watchdog = Watchdog(health, {"default": 0.0001}, action, _end)  # type: ignore[arg-type]
+    watchdog = Watchdog(health, {"default": 0.0}, action, _end)  # type: ignore[arg-type]
     watchdog.check()
-    time.sleep(0.01)
     return watchdog
 
 

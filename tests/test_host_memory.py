@@ -135,13 +135,10 @@ def test_how_often_it_looks(settings: dict[str, Any], seconds: float | None) -> 
 def test_its_thread_looks_until_it_is_stopped(make: Make, tmp_path: Path) -> None:
     monitor = make(host_monitor_interval=0.01)
     monitor.start()
-    deadline = time.monotonic() + 20
-    while len(rows_of(tmp_path)) < 3 and time.monotonic() < deadline:
+    while len(rows_of(tmp_path)) < 3:
         time.sleep(0.01)
     monitor.stop()
-    count = len(rows_of(tmp_path))
-    time.sleep(0.1)
-    assert count >= 3 and len(rows_of(tmp_path)) == count
+    assert not monitor._thread.is_alive()
 
 
 def test_a_rank_that_has_ended_counts_nothing(make: Make, tmp_path: Path) -> None:
@@ -161,19 +158,18 @@ settings = MonitorConfig(host_memory_protection=True, host_monitor_interval=0.05
 full = lambda: HostMemory(99, 100)
 monitor = HostMemoryMonitor(settings, Path(sys.argv[1]), {0: os.getpid()}, print, full)
 monitor.start()
-import time; time.sleep(60)
+import time; time.sleep(3600)
 """
 
 
 def test_what_it_ends_is_its_own_process_and_no_other(tmp_path: Path) -> None:
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
         ended = subprocess.run(
             [sys.executable, "-c", ENDING, str(tmp_path / "host_memory.jsonl")],
             env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
             capture_output=True,
             text=True,
-            timeout=50,
         )
         assert ended.returncode == 1
         assert "ending this run at once" in ended.stdout

@@ -5,6 +5,7 @@ Does not prove that a plan's processes do what their commands say: test_launch_s
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from test_launch_signals import waiting_bytes
 
 from mindgrpo.backend import targets
 from mindgrpo.errors import UserError
@@ -264,7 +266,7 @@ def test_what_is_written_last_is_shown_before_the_follower_ends(tmp_path: Path) 
     follower = follow(path, writer)
     path.write_bytes(b"the end")
     follower.finish()
-    follower.join(5.0)
+    follower.join()
     assert os.read(reader, 100) == b"the end"
     os.close(reader)
     os.close(writer)
@@ -279,10 +281,11 @@ def test_a_screen_that_is_held_or_gone_does_not_keep_the_follower_from_its_work(
     os.set_blocking(writer, False)
     follower = follow(path, writer)
     follower.finish()
-    time.sleep(0.3)
+    while waiting_bytes(reader) < fcntl.fcntl(reader, fcntl.F_GETPIPE_SZ):
+        time.sleep(0.02)
     assert follower.is_alive()
     shown = os.read(reader, 100_000)
     os.close(reader)
-    follower.join(5.0)
+    follower.join()
     assert not follower.is_alive() and set(shown) == {ord("x")}
     os.close(writer)

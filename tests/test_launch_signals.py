@@ -12,6 +12,7 @@ import signal
 import subprocess
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +30,16 @@ def end(number, _):
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, end)
 print(os.getpid(), flush=True)
-time.sleep(300)
+time.sleep(3600)
 """
 
 
 @pytest.fixture(autouse=True)
-def hangups_count() -> None:
+def hangups_count() -> Iterator[None]:
     """Also where the tests run under nohup, whose children would ignore them, as they should."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    earlier = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, earlier)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_what_rank_0_prints_while_it_ends_is_shown_though_the_whole_group_got_th
     os.killpg(job.launcher.pid, number)
     job.wait_until_it_stops()
     job.release()
-    shown, errors = job.launcher.communicate(timeout=90)
+    shown, errors = job.launcher.communicate()
     assert job.launcher.returncode == status and job.mine() == []
     assert shown == f"saved by 0 after {number.name}\n"
     assert [line.partition(";")[0] for line in errors.splitlines()] == ["mindgrpo: stopped"]
@@ -63,7 +66,7 @@ def test_slurm_may_say_twice_that_a_job_is_to_end_and_the_ranks_save(tmp_path: P
     job.wait_until_it_stops()
     os.killpg(job.launcher.pid, signal.SIGTERM)
     job.release()
-    shown, errors = job.launcher.communicate(timeout=90)
+    shown, errors = job.launcher.communicate()
     assert job.launcher.returncode == 143 and job.mine() == []
     assert shown == "saved by 0 after SIGTERM\n" and "nothing was saved" not in errors
 
@@ -80,7 +83,7 @@ if SAVED:
     command = resume_command(sys.argv, sys.orig_argv, os.environ, run)
     health.report_checkpoint(run / "checkpoints" / "step_000003", command)
 print(os.getpid(), flush=True)
-time.sleep(300)
+time.sleep(3600)
 """
 
 
@@ -92,7 +95,7 @@ def test_a_second_ctrl_c_tells_what_had_been_saved_and_the_command_that_resumes(
     os.killpg(job.launcher.pid, signal.SIGINT)
     job.wait_until_it_stops()
     os.killpg(job.launcher.pid, signal.SIGINT)
-    _, errors = job.launcher.communicate(timeout=90)
+    _, errors = job.launcher.communicate()
     assert job.launcher.returncode == 130 and job.mine() == []
     *lines, last = errors.splitlines()
     assert last.startswith("mindgrpo: stopped; full logs: ")
@@ -134,7 +137,7 @@ def test_a_job_that_was_started_to_outlive_its_terminal_does(tmp_path: Path) -> 
     job = Started(tmp_path, source, ignore_hangups, MINDGRPO_FORK="0")
     os.killpg(job.launcher.pid, signal.SIGHUP)
     job.release()
-    assert job.launcher.wait(timeout=90) == 0
+    assert job.launcher.wait() == 0
     assert job.launcher.communicate()[0] == "well\n"
 
 
@@ -152,12 +155,10 @@ def test_ctrl_c_during_the_check_leaves_nothing(tmp_path: Path) -> None:
         preexec_fn=listen_to_ctrl_c,
     )
     status = tmp_path / "logs"
-    until = time.monotonic() + 90.0
     while not list(status.glob("*/fork_server.log")):
-        assert time.monotonic() < until
         time.sleep(0.05)
     os.killpg(launcher.pid, signal.SIGINT)
-    shown, errors = launcher.communicate(timeout=90)
+    shown, errors = launcher.communicate()
     assert (launcher.returncode, shown) == (130, "")
     assert errors.startswith("mindgrpo: stopped; full logs: ") and errors.count("\n") == 1
     mark = f"MINDGRPO_STATUS_DIR={status}".encode()
@@ -178,7 +179,7 @@ def test_a_screen_that_nobody_reads_any_more_does_not_end_the_job(tmp_path: Path
     assert job.launcher.stdout is not None
     job.launcher.stdout.close()
     job.release()
-    assert job.launcher.wait(timeout=90) == 0
+    assert job.launcher.wait() == 0
     assert (tmp_path / "done").exists()
 
 
@@ -187,20 +188,17 @@ def test_a_screen_that_is_held_keeps_neither_a_failure_nor_ctrl_c_from_being_see
 ) -> None:
     source = (
         "print(os.getpid(), flush=True)\nif rank == '0': print('x' * 300_000, flush=True)\n"
-        "wait_for_release()\nif rank == '1': raise ValueError\ntime.sleep(300)"
+        "wait_for_release()\nif rank == '1': raise ValueError\ntime.sleep(3600)"
     )
     job = Started(tmp_path, source, MINDGRPO_FORK="0")
     assert job.launcher.stdout is not None
-    until = time.monotonic() + 90.0
     # The pipe is filling, and nobody reads it.
     while waiting_bytes(job.launcher.stdout.fileno()) < 1 << 15:
-        assert time.monotonic() < until
         time.sleep(0.02)
     job.release()
-    job.wait_until_gone(90.0)  # the failure was seen
-    for _ in range(2):
-        job.launcher.send_signal(signal.SIGINT)
-        time.sleep(0.3)  # two at once would be one
-    assert job.launcher.wait(timeout=90) == 1
+    job.wait_until_gone()  # the failure was seen
+    for number in (signal.SIGINT, signal.SIGTERM):  # of one kind, two at once would be one
+        job.launcher.send_signal(number)
+    assert job.launcher.wait() == 1
     assert job.launcher.stderr is not None
     assert "rank 1 failed: ValueError" in job.launcher.stderr.read().splitlines()[-1]

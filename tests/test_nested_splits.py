@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from math import prod
 
 import numpy as np
@@ -181,14 +180,9 @@ def test_235b_parameters_of_128_experts_on_1024_ranks_can_be_planned(
 ) -> None:
     specs = moe_specs(94, 4096, 1536, 128, 151936, (64, 4, 128))
     assert 230e9 < sum(prod(spec.shape) for spec in specs) < 240e9
-    started = time.perf_counter()
     source, target = Layout.of(train, specs), Layout.of(infer, specs)
     plan = plan_reshard(source, target, itemsize=2)
-    planned = time.perf_counter()
     assert plan.num_ranks == 1024 and plan.bytes_moved == plan.lower_bound
-    bounded = time.perf_counter()
-    seconds = f"{planned - started:.2f} s, bound in {bounded - planned:.2f} s"
-    print(f"{train} -> {infer}: {len(plan.part_of_move)} moves planned in {seconds}")
     for rank in (0, 777, 1023):
         mine = plan.of(rank)
         total = sum(move.size for move in mine.keep + mine.receive)

@@ -18,33 +18,36 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES = 600
 PROGRAM = f"""
 import os, sys, time
+from pathlib import Path
 from mindgrpo.monitor.rank_log import own_log, rotate
 log = own_log(os.environ)
 for number in range({LINES}):
     print(f"line {{number:05}}", file=sys.stderr if number % 3 else sys.stdout, flush=True)
-    if number % 100 == 99:
-        time.sleep(0.4)  # steps take longer than a look of the screen's
+    # A step takes longer than a look of the screen's.
+    while number % 100 == 99 and f"line {{number:05}}\\n" not in Path(sys.argv[2]).read_text():
+        time.sleep(0.02)
     rotate(log, 2000, int(sys.argv[1]))
 """
 
 
 def launched(folder: Path, backups: int) -> tuple[list[str], list[Path]]:
     """The program's lines on the screen, and its log files, the newest first."""
-    program = folder / "program.py"
+    program, screen = folder / "program.py", folder / "screen"
     program.write_text(PROGRAM)
-    ended = subprocess.run(
-        ["bash", str(ROOT / "scripts/launch.sh"), "--ranks", "1", "--", str(program), str(backups)],
-        env=os.environ | {"MINDGRPO_LOG_DIR": str(folder / "logs"), "MINDGRPO_FORK": "0"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["bash", str(ROOT / "scripts/launch.sh"), "--ranks", "1", "--"]
+    with screen.open("w") as shown:
+        ended = subprocess.run(
+            [*command, str(program), str(backups), str(screen)],
+            env=os.environ | {"MINDGRPO_LOG_DIR": str(folder / "logs"), "MINDGRPO_FORK": "0"},
+            stdout=shown,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     assert ended.returncode == 0, ended.stderr
     (logs,) = (folder / "logs").iterdir()
     names = sorted(path.name for path in logs.glob("worker_0.log*"))
-    return [line for line in ended.stdout.splitlines() if line.startswith("line ")], [
-        logs / name for name in names
-    ]
+    lines = [line for line in screen.read_text().splitlines() if line.startswith("line ")]
+    return lines, [logs / name for name in names]
 
 
 def test_every_line_is_on_the_screen_once_and_in_the_files_in_order(tmp_path: Path) -> None:

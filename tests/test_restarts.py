@@ -79,7 +79,7 @@ def test_the_users_mistake_is_not_tried_twice(tmp_path: Path) -> None:
 
 # -- the ends of those who hold it all -------------------------------------------------------------------------------
 
-SLEEPER = "print(os.getpid(), flush=True); time.sleep(300)"
+SLEEPER = "print(os.getpid(), flush=True); time.sleep(3600)"
 
 
 def listen_to_ctrl_c() -> None:
@@ -139,11 +139,9 @@ class Started:
                 continue
         return found
 
-    def wait_until_gone(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
+    def wait_until_gone(self) -> None:
         # A process that ends gives up its environment a moment before it counts as ended.
         while self.mine() or is_alive(self.rank_0):
-            assert time.monotonic() < until, self.mine()
             time.sleep(0.05)
 
 
@@ -163,14 +161,14 @@ both = pytest.mark.parametrize("sleeping", ["0", "1"], indirect=True)
 def test_nothing_outlives_a_launcher_that_was_killed(sleeping: Started) -> None:
     assert len(sleeping.mine()) >= 3
     sleeping.launcher.kill()
-    sleeping.wait_until_gone(90.0)
+    sleeping.wait_until_gone()
 
 
 @both
 def test_a_job_ends_with_msrun(sleeping: Started) -> None:
     (msrun,) = sleeping.mine("programs/msrun")
     os.kill(msrun, signal.SIGKILL)
-    assert sleeping.launcher.wait(timeout=90) == 1
+    assert sleeping.launcher.wait() == 1
     assert sleeping.mine() == []
     last = sleeping.launcher.communicate()[1].splitlines()[-1]
     assert last.startswith("mindgrpo: msrun was killed by signal 9 before a rank did")
@@ -180,9 +178,9 @@ def test_a_job_ends_with_msrun(sleeping: Started) -> None:
 def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> None:
     (server,) = children_of(sleeping.launcher.pid) & {*sleeping.mine("fork_server.py")}
     os.kill(server, signal.SIGKILL)
-    assert sleeping.launcher.wait(timeout=90) == 1
+    assert sleeping.launcher.wait() == 1
     assert sleeping.mine() == []
-    sleeping.wait_until_gone(5.0)
+    sleeping.wait_until_gone()
     last = sleeping.launcher.communicate()[1].splitlines()[-1]
     assert last.startswith("mindgrpo: the process that forks the ranks has ended")
 
@@ -191,15 +189,17 @@ def test_a_job_ends_with_the_process_that_forks_its_ranks(sleeping: Started) -> 
 def test_a_signal_to_every_process_of_the_job_leaves_the_ranks_time_to_end(
     tmp_path: Path, fork: str
 ) -> None:
-    """What schedulers of clusters do: one rank takes a second to end well."""
+    """What schedulers of clusters do: the ranks end well after the launcher has heard of it."""
     source = (
-        "import signal\ndef end(*_):\n    time.sleep(1.0 + int(rank)); print('saved', flush=True); os._exit(0)\n"
-        "signal.signal(signal.SIGTERM, end)\nprint(os.getpid(), flush=True)\ntime.sleep(300)"
+        "import signal\ndef end(*_):\n    wait_for_release(); print('saved', flush=True); os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint(os.getpid(), flush=True)\ntime.sleep(3600)"
     )
     job = Started(tmp_path, source, MINDGRPO_FORK=fork)
     for pid in {job.launcher.pid, *job.mine()}:
         os.kill(pid, signal.SIGTERM)
-    assert job.launcher.wait(timeout=90) == 143
+    job.wait_until_it_stops()
+    job.release()
+    assert job.launcher.wait() == 143
     assert job.launcher.communicate()[0] == "saved\n" and job.mine() == []
     assert job.said_by_rank_1(tmp_path).endswith("saved\n")
 
@@ -214,16 +214,16 @@ def test_ranks_have_time_to_end_and_a_second_ctrl_c_ends_them_at_once(
 ) -> None:
     source = (
         "import signal\nsignal.signal(signal.SIGINT, lambda *_: print('told', flush=True))\n"
-        "print(os.getpid(), flush=True)\nuntil = time.monotonic() + 300\n"
-        "while time.monotonic() < until: time.sleep(0.1)"
+        "print(os.getpid(), flush=True)\nwait_for_release()\nprint('works', flush=True)\ntime.sleep(3600)"
     )
     job = Started(tmp_path, source, MINDGRPO_FORK=fork)
     assert job.launcher.stdout is not None
     job.launcher.send_signal(signal.SIGINT)
     assert job.launcher.stdout.readline() == "told\n"
-    time.sleep(1.0)
+    job.release()
+    assert job.launcher.stdout.readline() == "works\n"
     assert job.launcher.poll() is None and is_alive(job.rank_0)
     job.launcher.send_signal(signal.SIGINT)
-    assert job.launcher.wait(timeout=90) == 130
+    assert job.launcher.wait() == 130
     assert job.mine() == []
     assert re.search("once more: at once", job.launcher.communicate()[1])

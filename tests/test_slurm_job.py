@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,10 +24,10 @@ from kill_matrix import words  # noqa: E402
 
 # Stands for the launcher, whose part the test after it shows: stops as ranks do that have saved; well the second time.
 LAUNCHER = """
+trap 'exit 143' TERM
 echo "launched $SLURM_NODEID of $SLURM_STEP_NUM_NODES, start $SLURM_RESTART_COUNT: $*"
 [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && exit 0
-trap 'exit 143' TERM
-sleep 300 & wait
+sleep 3600 & wait
 """
 
 
@@ -51,8 +50,12 @@ def test_a_job_is_queued_again_when_its_time_is_up_and_not_when_it_is_cancelled(
     with slurm_cluster.two_nodes(tmp_path / "slurm", variables) as slurm:
         options = ["--ntasks-per-node=2", f"--output={screen}", slurm_job.SBATCH]
         job = slurm.submit(*options, "my.py", "--config", "my.yaml")
-        slurm_job.wait_until(lambda: screen.exists() and "launched 1" in screen.read_text(), "none")
-        time.sleep(0.5)  # the launcher listens
+        slurm_job.wait_until(
+            lambda: (
+                screen.exists() and all(f"launched {n}" in screen.read_text() for n in range(2))
+            ),
+            "none",
+        )
         slurm.run("scancel", *flags, job)
         slurm_job.wait_until(lambda: not slurm.run("squeue", "-h"), "the job had not ended")
         assert slurm.state(job)["JobState"] == state

@@ -9,8 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,6 +19,7 @@ from ranks_as_threads import ThreadBackend, World, run
 from mindgrpo.checkpoint.folders import to_delete
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.monitor import run_directory
+from mindgrpo.run import stop_signals
 from mindgrpo.run.stop_signals import Stop, Stopping
 
 
@@ -32,7 +33,7 @@ def reason(stopping: Stopping) -> tuple[str, int] | None:
 
 def test_a_signal_to_one_rank_ends_all_of_them_alike() -> None:
     def on_rank(backend: Any) -> tuple[str, int] | None:
-        stopping = Stopping(backend, time.time(), None)
+        stopping = Stopping(backend, 0.0, None)
         if backend.rank == 2:
             stopping._received = signal.SIGTERM
         return reason(stopping)
@@ -40,12 +41,16 @@ def test_a_signal_to_one_rank_ends_all_of_them_alike() -> None:
     assert run(4, on_rank) == [("SIGTERM was received", 143)] * 4
 
 
-def test_the_first_ranks_clock_decides_and_the_status_is_0() -> None:
+def test_the_first_ranks_clock_decides_and_the_status_is_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stop_signals, "time", SimpleNamespace(time=lambda: 1000.0))
+
     def on_rank(backend: Any, started: float) -> tuple[str, int] | None:
         return reason(Stopping(backend, started - 100 * backend.rank, 50.0))
 
-    assert run(2, on_rank, time.time() - 10) == [None, None]
-    told = run(2, on_rank, time.time() - 60)
+    assert run(2, on_rank, 990.0) == [None, None]
+    told = run(2, on_rank, 940.0)
     assert told[0] == ("rl_config.max_seconds 50 have passed (60 s since the launch)", 0)
     assert told[1] == told[0]
 

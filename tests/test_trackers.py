@@ -269,9 +269,7 @@ def test_a_tracker_that_hangs_ends_with_the_rank_that_is_killed(
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
     while not is_so():
-        assert time.monotonic() < until
         time.sleep(0.05)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,8 @@ from mindgrpo.launch.processes import JobProcesses
 from mindgrpo.rollout.engine import SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.vllm import process
+from mindgrpo.rollout.vllm.child.mindgrpo_engine import protocol
+from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import Message
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.process import EngineFailed, EngineLost
 from mindgrpo.rollout.vllm.settings import VllmSettings
@@ -223,29 +226,44 @@ def test_an_engine_that_is_killed_is_told_with_its_last_words(
     assert not names_in_shared_memory()
 
 
-def test_an_engine_that_says_nothing_is_lost(backend: CpuBackend, tmp_path: Path) -> None:
+def test_an_engine_that_says_nothing_is_lost(
+    backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "END_SECONDS", 0.1)
     engine = engine_of(backend, tmp_path, "silent", seconds=2.0)
     publish(engine, backend, 1)
-    started = time.monotonic()
+    assert engine._process is not None
+    child = engine._process._process
     with pytest.raises(EngineLost, match="sent nothing for 2 s in generate"):
         engine.generate(REQUESTS, SAMPLING, KEY, 1)
-    assert time.monotonic() - started < 10
+    # Asleep for an hour.
+    assert child.poll() is None
     engine.close()
+    assert child.wait() == -signal.SIGKILL
 
 
 def test_an_engine_may_take_longer_to_start_than_to_answer(
-    backend: CpuBackend, tmp_path: Path
+    backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(backend, tmp_path, "starts_slowly", seconds=2.0)
+    limits: dict[str, float | None] = {}
+
+    def send(connection: socket.socket, message: Message) -> None:
+        limits[message["type"]] = connection.gettimeout()
+        protocol.send(connection, message)
+
+    monkeypatch.setattr(process, "send", send)
+    engine = engine_of(backend, tmp_path, seconds=30.0, start_seconds=60.0)
     publish(engine, backend, 1)
     assert len(engine.generate(REQUESTS, SAMPLING, KEY, 1)) == 3
+    assert limits.pop("start") == 60.0 and {*limits.values()} == {30.0}
     engine.close()
 
 
 def test_an_engine_that_takes_too_long_to_start_is_lost(
-    backend: CpuBackend, tmp_path: Path
+    backend: CpuBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_of(backend, tmp_path, "starts_slowly", start_seconds=2.0)
+    monkeypatch.setattr(process, "END_SECONDS", 0.1)
+    engine = engine_of(backend, tmp_path, "never_starts", start_seconds=2.0)
     with pytest.raises(EngineLost, match="sent nothing for 2 s in start"):
         publish(engine, backend, 1)
     engine.close()
@@ -301,7 +319,7 @@ engine.close()
 """
 
 
-def rank_with_engine(folder: Path, then: str = "time.sleep(60)") -> subprocess.Popen[str]:
+def rank_with_engine(folder: Path, then: str = "time.sleep(3600)") -> subprocess.Popen[str]:
     words = RANK.format(tests=str(DOUBLE.parent), folder=str(folder), then=then)
     environment = os.environ | {"MINDGRPO_STATUS_DIR": str(folder / "status")}
     (folder / "status").mkdir()
@@ -310,21 +328,12 @@ def rank_with_engine(folder: Path, then: str = "time.sleep(60)") -> subprocess.P
     )
 
 
-def has_ended(pid: int, within: float) -> bool:
-    until = time.monotonic() + within
-    while time.monotonic() < until:
-        if not is_alive(pid):
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def test_an_engine_that_ends_while_nobody_asks_ends_its_rank(tmp_path: Path) -> None:
     rank = rank_with_engine(tmp_path)
     assert rank.stdout is not None
     pid = int(rank.stdout.readline())
     os.kill(pid, signal.SIGKILL)
-    assert rank.wait(15) == 1
+    assert rank.wait() == 1
     failure = read_failure(tmp_path / "status", 0)
     assert failure is not None and failure.rank == 0
     assert "vLLM's engine of rank 0 was killed by signal 9" in failure.message
@@ -333,7 +342,7 @@ def test_an_engine_that_ends_while_nobody_asks_ends_its_rank(tmp_path: Path) -> 
 
 def test_an_engine_that_was_asked_to_end_does_not_end_its_rank(tmp_path: Path) -> None:
     rank = rank_with_engine(tmp_path, CLOSE)
-    assert rank.wait(15) == 0
+    assert rank.wait() == 0
     assert read_failure(tmp_path / "status", 0) is None
 
 
@@ -345,7 +354,8 @@ def test_the_launcher_hears_what_a_killed_rank_leaves_in_shared_memory(tmp_path:
     assert listed == [f"/dev/shm/engine_double_{pid}"]
     rank.kill()
     rank.wait()
-    assert has_ended(pid, 10.0), "the double ends when its connection does"
+    while is_alive(pid):  # the double ends when its connection does
+        time.sleep(0.1)
     assert names_in_shared_memory() == [f"engine_double_{pid}"]
     JobProcesses("job", tmp_path / "status").end_all()
     assert not names_in_shared_memory()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from mindgrpo.monitor.metrics import RowFollower, StepFollower
 from mindgrpo.monitor.run_directory import PROCESS_FILE, read_process, write_process
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 60.0
 
 
 def row(step: int, **figures: float) -> str:
@@ -64,9 +64,7 @@ class Watching:
         return self._printed.read_text().splitlines()
 
     def wait_for(self, line: str) -> None:
-        until = time.monotonic() + PATIENCE
         while line not in self.lines:
-            assert time.monotonic() < until, (line, self.lines)
             time.sleep(0.02)
 
 
@@ -98,16 +96,14 @@ def test_new_steps_come_as_they_are_written_and_half_a_line_waits(
     run: Path, watching: Watching
 ) -> None:
     watching.wait_for(BEGINNING[-1])
-    whole = row(3)
-    add(run / "metrics.jsonl", whole[:9])
+    whole = row(4)
     add(run / "evaluations.jsonl", json.dumps({"step": 2, "eval/accuracy_reward/mean": 1}) + "\n")
-    time.sleep(1)
-    assert watching.lines == BEGINNING
-    add(run / "metrics.jsonl", whole[9:])
+    add(run / "metrics.jsonl", row(3) + whole[:9])
     watching.wait_for("step 3/7  reward 0.750")
-    add(run / "metrics.jsonl", row(4))
+    assert watching.lines == [*BEGINNING, "step 3/7  reward 0.750"]
+    add(run / "metrics.jsonl", whole[9:])
     (run / "summary.json").write_text(json.dumps({"steps": 4, "ended": "the signal SIGTERM"}))
-    assert watching.process.wait(PATIENCE) == 0
+    assert watching.process.wait() == 0
     last = ["step 3/7  reward 0.750", "step 4/7  reward 1.000"]
     ended = "  the run has ended after 4 steps: the signal SIGTERM"
     assert watching.lines == [*BEGINNING, *last, ended]
@@ -116,7 +112,7 @@ def test_new_steps_come_as_they_are_written_and_half_a_line_waits(
 def test_ctrl_c_leaves_quietly(watching: Watching) -> None:
     watching.wait_for(BEGINNING[-1])
     watching.process.send_signal(signal.SIGINT)
-    assert watching.process.wait(PATIENCE) == 0
+    assert watching.process.wait() == 0
     assert watching.lines == [*BEGINNING, ""]
 
 
@@ -147,8 +143,10 @@ def test_the_summary_of_an_earlier_session_ends_nothing(run: Path, watching: Wat
     summary.write_text(json.dumps({"steps": 1}))
     os.utime(summary, (1, 1))
     watching.wait_for(BEGINNING[-1])
-    time.sleep(1)
-    assert watching.process.poll() is None and watching.lines == BEGINNING
+    add(run / "metrics.jsonl", row(3))
+    watching.wait_for("step 3/7  reward 0.750")  # the summary was looked at before
+    assert watching.process.poll() is None
+    assert watching.lines == [*BEGINNING, "step 3/7  reward 0.750"]
 
 
 def test_the_present_phase_is_shown_where_the_run_was_launched(run: Path) -> None:
@@ -156,15 +154,14 @@ def test_the_present_phase_is_shown_where_the_run_was_launched(run: Path) -> Non
     write_process(run, heartbeat)
     now = time.monotonic()
     HeartbeatFile(heartbeat).write(
-        Heartbeat(os.getpid(), now, "rollout", now - 20, 3, 9, graph_since=now - 500)
+        Heartbeat(os.getpid(), now, "rollout", now - 10_000, 3, 9, graph_since=now - 50_000)
     )
     watching = Watching(run)
     try:
         watching.wait_for(BEGINNING[-1])
-        until = time.monotonic() + PATIENCE
-        while not watching.lines[-1].startswith("  now in phase rollout of step 3, for 2"):
-            assert time.monotonic() < until, watching.lines
+        while watching.lines[-1] == BEGINNING[-1]:
             time.sleep(0.02)
+        assert re.fullmatch("  now in phase rollout of step 3, for 10... s", watching.lines[-1])
     finally:
         watching.process.kill()
         watching.process.wait()

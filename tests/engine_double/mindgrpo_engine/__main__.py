@@ -40,8 +40,8 @@ class Double:
 
     def start(self, request: Any) -> Any:
         self.misbehave = request["arguments"].get("misbehave", "")
-        if self.misbehave == "starts_slowly":
-            time.sleep(4)
+        if self.misbehave == "never_starts":
+            time.sleep(3600)
         self.folder = Path(request["model"])
         self.dtype = request["dtype"]
         (self.folder / "start.json").write_text(json.dumps(request))
@@ -92,7 +92,7 @@ class Double:
             print("something terrible", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.misbehave == "silent":
-            time.sleep(60)
+            time.sleep(3600)
         (self.folder / "generate.json").write_text(json.dumps(request))
         completions = [
             {
