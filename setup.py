@@ -41,7 +41,7 @@ def read_version() -> str:
 
 
 INSTALL_REQUIRES = [
-    "mindspore==2.9.0",
+    "mindspore>=2.9,<2.11",
     "numpy<2",  # MindSpore's extension is built against numpy 1 and half works with numpy 2
     "tokenizers",
     "safetensors",
@@ -72,7 +72,8 @@ NOTEBOOK = ["ipykernel", "nbclient"]
 # Experiment trackers of monitor_config.trackers; a server or a folder needs no more of MLflow than this.
 TRACKERS = {
     "wandb": ["wandb"],
-    "swanlab": ["swanlab>=0.10"],
+    # Needs protobuf below 7, and MindSpore 2.10 one above it. Said here, so that pip need not find it out.
+    "swanlab": ["swanlab>=0.10", "mindspore<2.10"],
     "mlflow": ["mlflow-skinny"],
     "trackio": ["trackio"],
 }
@@ -117,8 +118,9 @@ EXTRAS_REQUIRE = {
         *(
             package
             for extra in (TRACKERS, ENVIRONMENTS)
-            for own in extra.values()
+            for name, own in extra.items()
             for package in own
+            if name != "swanlab"  # which holds MindSpore back
         ),
     ],
 }

@@ -12,7 +12,8 @@ from typing import Any
 
 from mindgrpo.errors import UserError, end_programs_without_traceback
 
-# MindSpore 2.9.0 does not import after another library has loaded protobuf's C implementation, as tensorboardX does.
+# MindSpore 2.9 does not import after another library has loaded protobuf's C implementation, as tensorboardX does; 2.10
+# does.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 # tqdm's, which other packages import in notebooks; none of its bars is shown here.
 warnings.filterwarnings("ignore", message="IProgress not found")

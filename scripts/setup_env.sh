@@ -2,6 +2,7 @@
 # Makes .venv, installs mindgrpo into it and puts it first on PATH. Sourced: `source setup_env.sh [extra,...]`.
 # Installs only when setup.py changed since the last time; refuses every Python but 3.10, 3.11 and 3.12.
 # Leaves behind: MINDGRPO_ROOT, MINDGRPO_PYTHON, VIRTUAL_ENV, PATH.
+# With MINDGRPO_MINDSPORE=2.9 (or 2.10) this MindSpore, in .venv-mindspore-2.9; without it the newest one that works.
 # `bash setup_env.sh --vllm` makes .venv-vllm instead, as `mindgrpo engine install` does, and needs no .venv.
 
 MINDGRPO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -45,7 +46,7 @@ _make_venv() {
         "$python has no venv module: install it, for example with 'apt-get install python$version-venv', or set PYTHON to another Python 3.10-3.12."
     "$python" -c 'import ensurepip' 2>/dev/null || _refuse \
         "$python cannot put pip into a virtual environment (no ensurepip module): install it, for example with 'apt-get install python$version-venv', or set PYTHON to another Python 3.10-3.12."
-    echo "mindgrpo: making .venv with Python $version"
+    echo "mindgrpo: making ${1##*/} with Python $version"
     "$python" -m venv "$1" || _refuse \
         "$python -m venv $1 failed (see above): free some disk space or set PYTHON to another Python 3.10-3.12."
 }
@@ -70,22 +71,67 @@ _show_progress() { # what pip is doing: one line on a terminal, elsewhere a line
     [ -z "$is_shown" ] || printf '\r\033[K'
 }
 
+_pip() {
+    # Uncompiled: of all these modules few are ever imported (_compile).
+    "$MINDGRPO_PYTHON" -m pip install --progress-bar off --disable-pip-version-check --no-input --no-compile "$@"
+}
+
+_install_packages() { # $1: extras
+    local requirement mindspore others=() beside
+    while IFS= read -r requirement; do
+        case "$requirement" in
+        mindspore*) mindspore="${MINDGRPO_MINDSPORE:+mindspore==$MINDGRPO_MINDSPORE.*}" ;;&
+        mindspore*) mindspore="${mindspore:-$requirement}" ;;
+        *) others+=("$requirement") ;;
+        esac
+    done < <(sed -n '/^INSTALL_REQUIRES = \[/,/^\]/s/^ *"\([^"]*\)".*/\1/p' "$MINDGRPO_ROOT/setup.py")
+    # MindSpore's 0.8 GB take as long as all others, which come beside them.
+    _pip --no-deps "$mindspore" &
+    beside=$!
+    trap 'kill "$beside" 2>/dev/null' EXIT
+    _pip --no-warn-conflicts "${others[@]}" && _pip --no-deps --editable "$MINDGRPO_ROOT" && wait "$beside" || return
+    trap - EXIT
+    # Resolves all together, and installs what is still missing.
+    if [ -n "$1" ]; then
+        _pip --editable "$MINDGRPO_ROOT[$1]" "$mindspore"
+    else
+        _pip "$mindspore" "${others[@]}"
+    fi
+}
+
+_compile() { # what a run imports, once: its ranks would each do it where Python is told to keep nothing, or cannot
+    echo "mindgrpo: compiling what a run imports"
+    local import="import sys; sys.path.insert(0, sys.argv[1]); import"
+    (
+        export PYTHONDONTWRITEBYTECODE=
+        "$MINDGRPO_PYTHON" -c "$import mindgrpo.launch.fork_server as server; server.import_for_ranks([])" "$MINDGRPO_ROOT" &
+        "$MINDGRPO_PYTHON" -c "$import transformers.utils.chat_template_utils, matplotlib.backends.backend_agg, matplotlib.figure" \
+            "$MINDGRPO_ROOT"
+        wait
+    ) >/dev/null 2>&1 || :
+}
+
 _install() { # $1: extras, $2: stamp file, $3: what it shall hold
-    echo "mindgrpo: installing packages into .venv (once; some minutes the first time)"
+    echo "mindgrpo: installing packages into ${VIRTUAL_ENV##*/} (once; some minutes the first time)"
     # For every later pip in this environment, too: numpy 2 comes with many packages, and MindSpore needs numpy 1.
     printf '[install]\nconstraint = file://%s\n' "${MINDGRPO_ROOT// /%20}/mindgrpo/constraints.txt" \
         >"$VIRTUAL_ENV/pip.conf"
     (
         set -o pipefail
-        "$MINDGRPO_PYTHON" -m pip install --progress-bar off --disable-pip-version-check --no-input \
-            --editable "$MINDGRPO_ROOT${1:+[$1]}" | _show_progress
+        (_install_packages "$1") | _show_progress
     ) || _refuse \
         "pip could not install mindgrpo${1:+[$1]} into $VIRTUAL_ENV (see above): check the network or the package index that pip is set to, then run the command again."
+    _compile
     echo "$3" >"$2"
 }
 
 _setup_env() {
     local extras="${1:-}" venv="$MINDGRPO_ROOT/.venv" stamp wanted
+    case "${MINDGRPO_MINDSPORE:-}" in
+    "") ;;
+    2.9 | 2.10) venv+="-mindspore-$MINDGRPO_MINDSPORE" ;;
+    *) _refuse "MINDGRPO_MINDSPORE is '$MINDGRPO_MINDSPORE', but mindgrpo works with MindSpore 2.9 and 2.10: set it to one of these or unset it." ;;
+    esac
     [ -e "$venv/bin/python" ] || _make_venv "$venv"
     export VIRTUAL_ENV="$venv" MINDGRPO_PYTHON="$venv/bin/python" PATH="$venv/bin:$PATH"
     _python_version "$MINDGRPO_PYTHON" >/dev/null || _refuse \

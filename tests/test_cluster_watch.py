@@ -1,7 +1,7 @@
 """What the launcher of one of several hosts reads in the logs of MindSpore's cluster, and what it says of it.
 
-The lines are MindSpore 2.9.0's own. Does not prove that another version writes them: test_two_hosts.py does, where
-networks can be made.
+The lines are those of MindSpore 2.9.0 and 2.10.0. Does not prove that another version writes them: test_two_hosts.py
+does, where networks can be made.
 """
 
 from __future__ import annotations

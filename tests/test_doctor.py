@@ -38,8 +38,8 @@ def test_every_finding_is_one_line_and_every_bad_one_has_a_remedy() -> None:
 
 
 def test_versions_that_were_not_tested_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_versions(monkeypatch, mindspore="2.10.0", numpy="2.1.0", transformers="4.40.2")
-    assert finding("mindspore 2.10.0").level == "warn"
+    give_versions(monkeypatch, mindspore="2.11.0", numpy="2.1.0", transformers="4.40.2")
+    assert finding("mindspore 2.11.0").level == "warn"
     assert finding("numpy 2.1.0").level == "error"
     assert finding("transformers 4.40.2").level == "error"
 

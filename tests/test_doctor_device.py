@@ -71,19 +71,26 @@ def test_version_files_are_read(text: str, version: str | None) -> None:
 
 
 def test_the_matrix_takes_what_is_published_together_and_refuses_what_is_older() -> None:
-    def toolkit(version: str) -> CheckLine:
-        return host.toolkit_line("CANN", version, Path("version.info"))
+    def toolkit(version: str, mindspore: str | None) -> CheckLine:
+        return host.toolkit_line("CANN", version, Path("version.info"), mindspore)
 
-    assert toolkit("9.0.0").status == toolkit("8.5.0").status == "ok"
-    for version in ("8.1.RC1", "8.0.0", "9.1.0"):
-        wrong = toolkit(version)
-        assert wrong.status == "fails" and "install CANN 9.0.0" in wrong.remedy
+    for mindspore, newest, too_new in (
+        ("2.9.0", "9.0.0", "9.1.0"),
+        ("2.10.0", "9.1.0", "9.2.0"),
+        ("2.7.2", "9.1.0", "9.2.0"),
+        (None, "9.1.0", "9.2.0"),
+    ):
+        for version in (newest, "8.5.0"):
+            assert toolkit(version, mindspore).status == "ok"
+        for version in ("8.1.RC1", "8.0.0", too_new):
+            wrong = toolkit(version, mindspore)
+            assert wrong.status == "fails" and f"install CANN {newest}" in wrong.remedy
     for cann, driver in host.TOGETHER.items():
         assert host.driver_line("driver", driver, cann).status == "ok"
     older = host.driver_line("driver", "24.1.rc3", "8.5.0")
     assert older.status == "fails" and "install driver and firmware 25.5.0" in older.remedy
     assert "untried" in host.driver_line("driver", "26.0.rc1", "8.5.0").seen
-    assert host.driver_line("driver", "26.0.rc1", "9.1.0").status == "skipped"
+    assert host.driver_line("driver", "26.0.rc1", "9.2.0").status == "skipped"
 
 
 # -- a host of stand-ins ------------------------------------------------------------------------------------------
@@ -142,9 +149,10 @@ def test_a_wrong_cann_and_an_old_driver_have_their_remedies(
     with monkeypatch.context() as patch:
         patch.setattr(host, "IMPORTS", "import nothing_of_this_name")
         assert "No module named" in failures(examined(npu.folder, capsys))["imports"]
+    monkeypatch.setattr(host, "installed_version", {"mindspore": "2.9.0"}.get)
     npu.give_cann("8.0.0")
     assert (
-        "takes 8.2, 8.3, 8.5, 9.0 -> install CANN 9.0.0"
+        "MindSpore 2.9 takes 8.2, 8.3, 8.5, 9.0 -> install CANN 9.0.0"
         in (failures(examined(npu.folder, capsys))["CANN"])
     )
     npu.give_cann("8.5.0")
@@ -178,7 +186,7 @@ def test_another_mindspore_is_told(
         metadata, "version", lambda name: "2.7.2" if name == "mindspore" else real(name)
     )
     wrong = failures(examined(npu.folder, capsys))
-    assert list(wrong) == ["machine"] and "pip install 'mindspore==2.9.0'" in wrong["machine"]
+    assert list(wrong) == ["machine"] and "pip install 'mindspore>=2.9,<2.11'" in wrong["machine"]
 
 
 def test_a_shell_without_set_env_a_sick_device_and_closed_files_are_told(
@@ -247,5 +255,7 @@ def test_the_page_has_the_matrix_and_the_tolerances() -> None:
     page = (first_step.ROOT / "docs" / "first_run_on_npus.md").read_text()
     for cann, driver in host.TOGETHER.items():
         assert cann in page and driver in page
-    assert all(taken in page for taken in host.CANN_TAKEN) and host.PAGE in page
+    for published, taken in host.CANN_OF.values():
+        assert published in host.TOGETHER and ", ".join(taken) in page
+    assert host.PAGE in page
     assert all(f"`{rung}`" in page for rung in RUNGS)

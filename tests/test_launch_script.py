@@ -7,13 +7,16 @@ its error line. Does not prove that the real msrun behaves so, nor that ranks fi
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from fake_pythons import fake_python
 
 from mindgrpo.health.processes import is_alive
 
@@ -322,39 +325,84 @@ def test_setup_refuses_a_python_that_does_not_run(tmp_path: Path) -> None:
 
 
 PIP = """#!/bin/sh
+echo "${PYTHONDONTWRITEBYTECODE-unset} $*" >>"$0.calls"
 case "$*" in
 *"pip install"*)
     printf 'Collecting one>=2\\n  Downloading one-2.whl (9 MB)\\nRequirement already satisfied\\n'
     printf 'Installing collected packages: one, two\\n'
-    exit ${PIP_STATUS};;
+    case "$*" in *"${FAILS:-no such words}"*) exit 1;; esac;;
 *"pip --version"*) ;;
 *) echo 3.11;;
 esac
 """
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_setup_shows_what_pip_does_and_holds_it_to_numpy_1(tmp_path: Path, status: int) -> None:
-    root = tmp_path / "a clone"
+def set_up(
+    root: Path, *words: str, venv: str = ".venv", **variables: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs setup_env.sh of a clone whose environment has a Python that only says what it is asked."""
     (root / "scripts").mkdir(parents=True)
-    (root / "setup.py").touch()
-    script = root / "scripts" / "setup_env.sh"
-    script.write_text((ROOT / "scripts" / "setup_env.sh").read_text())
-    python = root / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
+    for name in ("setup.py", "scripts/setup_env.sh"):
+        (root / name).write_text((ROOT / name).read_text())
+    python = fake_python(root / venv / "bin" / "python")
     python.write_text(PIP)
-    python.chmod(0o755)
-    environment = os.environ | {"PIP_STATUS": str(status)}
     ended = subprocess.run(
-        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=60
+        ["bash", str(root / "scripts" / "setup_env.sh"), *words],
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    assert ended.returncode == 2 * status
-    shown = ["  Downloading one-2.whl (9 MB)", "  Installing collected packages"]
-    assert ended.stdout.splitlines()[1:] == shown
+    calls = Path(f"{python}.calls")
+    return ended, calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.mark.parametrize("fails", ["", "--no-deps mindspore", "numpy<2", "--editable"])
+def test_setup_shows_what_pip_does_and_holds_it_to_numpy_1(tmp_path: Path, fails: str) -> None:
+    root = tmp_path / "a clone"
+    ended, _ = set_up(root, FAILS=fails or "no such words")
+    assert ended.returncode == (2 if fails else 0)
+    shown = {"  Downloading one-2.whl (9 MB)", "  Installing collected packages"}
+    assert shown <= {*ended.stdout.splitlines()}
     held = f"file://{root}/mindgrpo/constraints.txt".replace(" ", "%20")
     assert (root / ".venv/pip.conf").read_text() == f"[install]\nconstraint = {held}\n"
-    if status:
+    assert (root / ".venv/.mindgrpo-installed").exists() == (not fails)
+    if fails:
         assert is_one_sentence(ended.stderr) and "pip could not install" in ended.stderr
+
+
+def test_setup_compiles_what_a_run_imports_and_nothing_else(tmp_path: Path) -> None:
+    """Also where Python is told to keep nothing: every rank would compile all it imports, at every start."""
+    _, calls = set_up(tmp_path / "clone")
+    installs = [call for call in calls if "pip install" in call]
+    assert installs and all("--no-compile" in call for call in installs)
+    *_, last, other = calls
+    assert calls.index(last) > calls.index(installs[-1])
+    for call in (last, other):
+        assert call.startswith(" -c ")
+    assert "import_for_ranks" in last + other
+
+
+def test_setup_installs_every_requirement_together_at_last(tmp_path: Path) -> None:
+    requirements = [one for one in metadata.requires("mindgrpo") or () if "extra ==" not in one]
+    names = {re.split(r"[<>=]", one)[0] for one in requirements}
+    _, calls = set_up(tmp_path / "clone")
+    *_, last = (call for call in calls if "pip install" in call)
+    assert names == {re.split(r"[<>=]", word)[0] for word in last.split("--no-compile ")[1].split()}
+    _, calls = set_up(tmp_path / "other", "dev")
+    *_, last = (call for call in calls if "pip install" in call)
+    assert f"--editable {tmp_path / 'other'}[dev] mindspore" in last
+
+
+def test_setup_makes_an_environment_of_its_own_for_another_mindspore(tmp_path: Path) -> None:
+    root = tmp_path / "clone"
+    ended, calls = set_up(root, venv=".venv-mindspore-2.9", MINDGRPO_MINDSPORE="2.9")
+    assert ended.returncode == 0 and not (root / ".venv").exists()
+    of_mindspore = [call for call in calls if " mindspore" in call]
+    assert of_mindspore and all(" mindspore==2.9.*" in call for call in of_mindspore)
+    ended, calls = set_up(tmp_path / "other", MINDGRPO_MINDSPORE="2.8")
+    assert ended.returncode == 2 and not calls
+    assert is_one_sentence(ended.stderr) and "MINDGRPO_MINDSPORE is '2.8'" in ended.stderr
 
 
 def test_the_users_launch_script_names_all_that_it_misses_at_once() -> None:

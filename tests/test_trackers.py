@@ -110,7 +110,6 @@ def failing(inputs: Path) -> tuple[Path, str]:
 def read(name: str, run: Path) -> Recorded:
     folder = run / "trackers" / name
     if name == "wandb":
-        import_package("swanlab")
         return wandb_runs(folder)
     if name == "swanlab":
         return swanlab_runs(folder)

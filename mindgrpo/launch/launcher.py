@@ -319,7 +319,7 @@ def _with_programs_on_path(environment: Mapping[str, str]) -> tuple[Mapping[str,
     if msrun is None:
         raise UserError(
             f"there is no msrun beside {sys.executable} or on PATH: install MindSpore, which has it, with "
-            "'pip install mindspore==2.9.0'."
+            "'pip install \"mindspore>=2.9,<2.11\"'."
         )
     return {**environment, "PATH": path}, str(Path(msrun).absolute())
 

@@ -41,7 +41,7 @@ MIN_DISK = 2**30
 MIN_DESCRIPTORS = 1024
 # package: versions that work, from and below, and what pip is to install.
 NEEDED = {
-    "mindspore": ((2, 9), (2, 10), "mindspore==2.9.0"),
+    "mindspore": ((2, 9), (2, 11), "mindspore>=2.9,<2.11"),
     "numpy": ((1,), (2,), "numpy<2"),  # mindspore is built against numpy 1
     "transformers": ((4, 52), (6,), "transformers==4.57.1"),  # renders chat templates
 }

@@ -1,7 +1,7 @@
 """An Ascend NPU, with all that only one can prove: HCCL, the device's memory, its fused kernels and its profile.
 
-Written from MindSpore 2.9's documentation and not run on hardware: no such device was within reach. Whatever else an
-NPU runs is backend.py and its neighbours, which tests run on CPU.
+Written from the documentation of MindSpore 2.9, whose calls 2.10 has unchanged, and not run on hardware: no such device
+was within reach. Whatever else an NPU runs is backend.py and its neighbours, which tests run on CPU.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class AscendBackend(DeviceBackend):
         super().__init__(environment, compiled)
 
     def _memory_bytes(self) -> int | None:
-        # 0 before the first operation, where no communication has opened the device. `hal` goes after MindSpore 2.9,
-        # which has nothing else for it.
+        # 0 before the first operation, where no communication has opened the device. `hal` is announced to go, but
+        # MindSpore has nothing else for it, also in 2.10.
         self.zeros((1,), "float32").asnumpy()
         return int(ms.hal.get_device_properties(0).total_memory) or None
 

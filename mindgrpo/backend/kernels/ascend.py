@@ -61,7 +61,7 @@ class AscendOps:
     incre_flash_attention: FusedOp = ops.incre_flash_attention
     rms_norm: FusedOp = ops.rms_norm
     add_rms_norm: FusedOp = ops.add_rms_norm
-    # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments.
+    # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments; 2.10 has both as before.
     rotary_position_embedding: FusedOp = ops.rotary_position_embedding
     swiglu: FusedOp = ops.swiglu
     # An operation for TensorLists, which has a backward in one form alone.

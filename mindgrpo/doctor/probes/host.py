@@ -4,9 +4,10 @@ What `npu-smi info` prints has two lines a chip, the second with the bus id, the
 generations differ in columns (910A has memory and HBM, 910B an HBM column, A3 two chips an NPU with a physical id
 each), but not in this.
 
-CANN and driver versions are judged as of November 2026 by the page PAGE, and by mindspore 2.9.0's AscendEnvChecker for
-the releases of CANN that it takes without a warning. No source says which older driver still serves a CANN release, nor
-which driver is too new: one older than the published one fails here, a newer one passes and is said to be untried.
+CANN and driver versions are judged as of November 2026 by mindformers/VERSION_MAP.json of MindFormers 2.0.0, and by
+MindSpore's AscendEnvChecker for the releases of CANN that it takes without a warning. No source says which older driver
+still serves a CANN release, nor which driver is too new: one older than the published one fails here, a newer one
+passes and is said to be untried.
 """
 
 from __future__ import annotations
@@ -23,20 +24,30 @@ from typing import NamedTuple
 from mindgrpo.backend import targets
 from mindgrpo.backend.targets import CANN_FOLDERS
 from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
-from mindgrpo.run.machine_checks import needs, release
+from mindgrpo.run.machine_checks import installed_version, needs, release
 
-PAGE = "https://www.mindspore.cn/mindformers/docs/en/r1.9.0/installation.html"
-# CANN and the driver that are published together, the newest with MindSpore 2.9.
-TOGETHER = {"9.0.0": "26.0.RC1", "8.5.0": "25.5.0", "8.3.RC1": "25.3.RC1", "8.2.RC1": "25.2.0"}
-CANN_TAKEN = ("8.2", "8.3", "8.5", "9.0")
-OURS = next(iter(TOGETHER))
+# Where MindSpore's own check of CANN refers to.
+PAGE = "https://www.mindspore.cn/install"
+# CANN and the driver that are published together.
+TOGETHER = {
+    "9.1.0": "26.1.0",
+    "9.0.0": "26.0.RC1",
+    "8.5.0": "25.5.0",
+    "8.3.RC1": "25.3.RC1",
+    "8.2.RC1": "25.2.0",
+}
+# By MindSpore, the newest first: CANN that is published with it, and the releases of CANN that it takes.
+CANN_OF = {
+    (2, 10): ("9.1.0", ("8.2", "8.3", "8.5", "9.0", "9.1")),
+    (2, 9): ("9.0.0", ("8.2", "8.3", "8.5", "9.0")),
+}
 _VERSION = re.compile(r"npu-smi\s+\S+\s+Version:\s*(\S+)")
 _NAME = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*(\S+)\s*\|")
 _CHIP = re.compile(r"^\|\s*(\d+)\s+(\S+)?\s*\|\s*[0-9A-Fa-f]{4}:\S+\s*\|(.*)\|\s*$")
 _MEMORY = re.compile(r"(\d+)\s*/\s*(\d+)")
 _PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+)\s*\|\s*$")
-# What set_env.sh leaves, as MindSpore 2.9 looks for it (mindspore/run_check/_check_version.py): a variable, and a part
-# of its value.
+# What set_env.sh leaves, as MindSpore looks for it (mindspore/run_check/_check_version.py): a variable, and a part of
+# its value.
 VARIABLES = {
     "ASCEND_OPP_PATH": "/opp",
     "PYTHONPATH": "opp/built-in/op_impl/ai_core/tbe",
@@ -246,14 +257,19 @@ def _toolkit(check: str, host: HostState) -> CheckLine:
     if host.toolkit is None:
         remedy = f"set {CANN_FOLDERS[0]} by sourcing the set_env.sh of an installation of CANN"
         return fails(check, f"{host.home} has no version file", remedy)
-    return toolkit_line(check, *host.toolkit)
+    return toolkit_line(check, *host.toolkit, installed_version("mindspore"))
 
 
-def toolkit_line(check: str, version: str, path: Path) -> CheckLine:
-    if release(version) in map(release, CANN_TAKEN):
-        return ok(check, f"{version} ({path}); published with MindSpore 2.9: {OURS}")
-    seen = f"{version}, but MindSpore 2.9 takes {', '.join(CANN_TAKEN)}"
-    remedy = f"install CANN {OURS} (toolkit and kernels) and source its set_env.sh: {PAGE}"
+def toolkit_line(check: str, version: str, path: Path, mindspore: str | None) -> CheckLine:
+    """Judges CANN's version beside MindSpore's, which another check judges: an unknown one counts as the newest."""
+    known = release(mindspore or "")
+    known = known if known in CANN_OF else next(iter(CANN_OF))
+    published, taken = CANN_OF[known]
+    named = "MindSpore " + ".".join(map(str, known))
+    if release(version) in map(release, taken):
+        return ok(check, f"{version} ({path}); published with {named}: {published}")
+    seen = f"{version}, but {named} takes {', '.join(taken)}"
+    remedy = f"install CANN {published} (toolkit and kernels) and source its set_env.sh: {PAGE}"
     return fails(check, seen, remedy)
 
 
