@@ -19,6 +19,12 @@ import pytest
 import tiers
 from config_files import Loader
 from import_graph import ROOT, distance_to
+from isolation import (  # noqa: F401 (fixtures of every test)
+    begins_with_graphs,
+    draws_from_a_seed,
+    keeps_environment_and_folder,
+    keeps_mode,
+)
 from source_cache import cache_sources
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
