@@ -158,7 +158,6 @@ def run_help(clone: Clone, program: str, words: list[str]) -> None:
         env=clone.environment,
         capture_output=True,
         text=True,
-        timeout=60,
     )
     flags = [word.partition("=")[0] for word in words if word.startswith("--")]
     assert shown.returncode == 0, shown.stderr

@@ -30,7 +30,7 @@ FAULTS = {
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def _compile(source: Path, folder: Path) -> Path:

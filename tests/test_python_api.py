@@ -143,7 +143,6 @@ def test_a_users_error_leaves_an_interactive_session_open(tmp_path: Path) -> Non
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert ended.stdout == "still here\n" and "Traceback" not in ended.stderr
     assert "mindgrpo: " in ended.stderr and "nowhere.yaml" in ended.stderr

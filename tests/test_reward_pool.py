@@ -25,7 +25,7 @@ from mindgrpo.rewards.executors import ISOLATED_GRACE, Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.workers import client
-from mindgrpo.workers.client import Worker
+from mindgrpo.workers.client import TICK_SECONDS, Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 # For what hangs, and for what ends by itself, however slow the machine.
@@ -138,17 +138,20 @@ def test_what_is_printed_is_kept_up_to_a_bound_and_counted(scorer: Callable[...,
 def test_nothing_wakes_the_rank_while_a_function_without_output_works(
     scorer: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits: list[Any] = []
+    waits: list[tuple[list[Any], float]] = []
 
     def noting(channels: list[Any], seconds: float) -> list[Any]:
-        waits.append(connection.wait(channels, seconds))
-        return list(waits[-1])
+        ready = connection.wait(channels, seconds)
+        if len(channels) == 2:  # of a worker and of what is printed
+            waits.append((ready, seconds))
+        return ready
 
     monkeypatch.setattr(client, "wait", noting)
     given = scorer(f"{ODD}:closes_its_output")
     assert score(given, ["a"]).errors == {"closes_its_output": 0}
-    # Descriptors are those of what is printed; the end of that would be ready at every look.
-    assert [] in waits and not any(isinstance(one, int) for ready in waits for one in ready)
+    # The descriptor is that of what is printed; the end of that would be ready at every look.
+    assert not any(isinstance(one, int) for ready, _ in waits for one in ready)
+    assert ([], TICK_SECONDS) in waits and min(seconds for _, seconds in waits) > 0
 
 
 def test_a_worker_imports_its_reward_and_no_device_library(scorer: Callable[..., Scorer]) -> None:

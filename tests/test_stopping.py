@@ -106,7 +106,6 @@ def test_the_first_signal_is_a_wish_and_the_second_ends_the_process_unless_other
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == ENDS[where], done.stderr
     heard, reason = "SIGTERM", "SIGTERM was received"

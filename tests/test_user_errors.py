@@ -404,9 +404,7 @@ def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Pat
     edit(configuration, "beta: 0.01", "beta: lots")
     command = [sys.executable, "-m", "mindgrpo", "check", "--config", str(configuration)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "lots" in only_sentence(ended.stderr)
 
@@ -424,7 +422,6 @@ def test_a_reader_that_has_gone_ends_a_verb_without_a_word(words: list[str]) -> 
         ended = subprocess.run(
             [sys.executable, "-m", "mindgrpo", *words],
             cwd=ROOT,
-            timeout=120,
             **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | to_nobody),
         )
     assert (ended.stdout or b"") + (ended.stderr or b"") == b""
