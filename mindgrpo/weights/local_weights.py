@@ -118,7 +118,7 @@ class Region:
         return tensor if self.shape == self.within else tensor[self.slices]
 
     def write(self, tensor: Any, values: Any) -> None:
-        # The one way that MindSpore 2.9 knows on all devices: copy_ of a view, and [...], write to a copy or fail.
+        # The one way that MindSpore knows on all devices: copy_ of a view, and its [...], write to a copy, also in 2.10.
         tensor[self.slices] = values
 
     @property
