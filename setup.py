@@ -95,6 +95,7 @@ EXTRAS_REQUIRE = {
     **ENVIRONMENTS,
     "code": CODE,
     "datasets": DATASETS,
+    # Holds MindSpore at 2.9. MindFormers 2.0.0 is for 2.10, but requires hyper-parallel, which PyPI does not have.
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.
     "ascend": ["vllm-mindspore==0.5.1; platform_machine == 'aarch64'"],

@@ -118,7 +118,7 @@ class Region:
         return tensor if self.shape == self.within else tensor[self.slices]
 
     def write(self, tensor: Any, values: Any) -> None:
-        # The one way that MindSpore 2.9 knows on all devices: copy_ of a view, and [...], write to a copy or fail.
+        # The one way of MindSpore 2.9 and 2.10 on all devices: copy_ of a view, and [...], write to a copy or fail.
         tensor[self.slices] = values
 
     @property

@@ -1,7 +1,8 @@
 """Makes tests/golden/qwen2/mindformers.npz: what MindFormers computes with the weights of tests/golden/qwen2/.
 
 Run by hand, in an environment with mindgrpo's extra `mindformers`, when make_models.py has made new weights:
-`PYTHONPATH=tests python tests/golden/make_mindformers.py`.
+`PYTHONPATH=tests python tests/golden/make_mindformers.py`. That environment has MindSpore 2.9, which MindFormers 1.9.0
+asks for; 2.0.0, for MindSpore 2.10, requires hyper-parallel, which PyPI does not have.
 """
 
 from __future__ import annotations
