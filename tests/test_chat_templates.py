@@ -16,6 +16,7 @@ import pytest
 from chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
 from data_sets import MODEL, change, copy_tokenizer, examples_of
 from packaging.version import Version
+from tables import each_row
 
 from mindgrpo.data import chat_template
 from mindgrpo.data.chat_template import ChatTemplate, choose_template, shipped_names
@@ -66,7 +67,7 @@ def outcome(render: Any, *arguments: Any, **keywords: Any) -> Any:
         return Exception
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@each_row("name", TEMPLATES)
 def test_a_construct_renders_as_transformers_renders_it(
     ours: Tokenizer, theirs: Any, name: str
 ) -> None:

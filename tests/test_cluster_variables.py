@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.launch.options import Hosts, Options, first_name, read_options, without_cluster
@@ -56,7 +57,7 @@ def read(environment: dict[str, str], *words: str) -> Options:
     return read_options([*words, "--", PROGRAM], environment)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "words", "num_ranks", "hosts"),
     [
         (STEP, ("--cluster", "slurm", "--ranks", "4"), 4, Hosts(2, 1, ("node2", 10041))),
@@ -115,7 +116,7 @@ def test_a_schedulers_variables_say_what_the_flags_of_hosts_say(
 SLURM, JOB = ("--cluster", "slurm", "--ranks", "4"), ("--cluster", "ascendjob")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "words", "sentence"),
     [
         (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from config_files import Loader, section
 from pydantic import ValidationError
+from tables import each_row
 
 from mindgrpo.config import (
     FLAGS,
@@ -111,7 +112,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 # --- values ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("key", "value", "sentence"),
     [
         ("rl_config.epochs", "'8'", "is '8', but must be a whole number; write 8 without quotes"),
@@ -188,7 +189,7 @@ def test_a_value_is_read_as_it_is_written(
     assert loaded.origins[key] == f"grpo_config.yaml line {key.count('.') + 1}"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "sentence"),
     [
         (

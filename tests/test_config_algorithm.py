@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 from pydantic import ValidationError
+from tables import each_row
 
 from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES
 from mindgrpo.algorithm.surrogates import SURROGATES
@@ -29,7 +30,7 @@ def config(**keys: Any) -> Config:
     return Config.model_validate({"rl_config": keys})
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("keys", "sentence"),
     [
         ({"loss_type": "cispo", "delta": 4.0}, "set rl_config.delta to null"),

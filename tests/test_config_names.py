@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from config_files import Loader, section
+from tables import each_row
 
 from mindgrpo.config.names import KNOWN, PENDING, RETIRED, SECTIONS, aliases, retired_key
 from mindgrpo.config.schema import LIVE
@@ -79,7 +80,7 @@ def test_an_alias_is_found_as_its_trainer_writes_it_and_by_its_last_word() -> No
         assert theirs.ours(leaf) == expected, leaf
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "key"),
     [
         ("actor_rollout_ref.rollout.n", "rl_config.num_generations"),

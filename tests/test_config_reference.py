@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tables import each_row
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config, values_by_key
@@ -62,7 +63,7 @@ def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
             assert cells in (2, 4, 5), line
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "words"),
     [
         ("rl_config.beta", ["takes    a number, at least 0", "default  0.01", "kl_loss_coef"]),

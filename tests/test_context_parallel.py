@@ -14,6 +14,7 @@ import pytest
 from distributed import cases as c
 from mindspore import Tensor, nn, ops
 from small_generators import WITH_C
+from tables import each_row
 from test_packing import random_samples, samples_of
 
 from mindgrpo.algorithm.context_split import BLOCK, deal_columns
@@ -62,8 +63,8 @@ def seen(spans: np.ndarray) -> np.ndarray:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("clusters", [*CLUSTERS, ((768, ()),), ((128, (160,) * 4),), ()])
+@each_row("num_ranks", [1, 2, 3, 4, 8])
+@each_row("clusters", [*CLUSTERS, ((768, ()),), ((128, (160,) * 4),), ()])
 def test_ranks_have_as_many_columns_and_attend_to_as_much(
     clusters: Clusters, num_ranks: int
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fenced_blocks import ROOT
 from page_units import CODE, differences, english_of, targets, units_of
+from tables import each_row
 
 from mindgrpo.config.names import KNOWN, SECTIONS
 from mindgrpo.config.reference import written
@@ -61,7 +62,7 @@ def test_a_page_and_its_translation_link_to_each_other(page: str) -> None:
         assert (ROOT / there).resolve() in paths, f"the first lines of {here} do not link {there}"
 
 
-@pytest.mark.parametrize("page", [*CHINESE, *map(english_of, CHINESE)])
+@each_row("page", [*CHINESE, *map(english_of, CHINESE)])
 def test_a_link_leads_to_a_page_that_exists_in_the_readers_language(page: str) -> None:
     for unit in units_of(page):
         for path in (path for path in targets(unit) if "://" not in path):

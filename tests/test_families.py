@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
@@ -314,9 +315,7 @@ def test_layers_have_experts_as_their_family_names_them() -> None:
     assert read("qwen3_moe", **renamed).moe == qwen.moe
 
 
-@pytest.mark.parametrize(
-    "key", [(family, key) for family, keys in EXPERTS.items() for key in keys], ids="-".join
-)
+@each_row("key", [(family, key) for family, keys in EXPERTS.items() for key in keys])
 def test_nothing_about_experts_is_guessed(key: tuple[str, str]) -> None:
     with pytest.raises(UserError, match=key[1].replace("num_local_experts", "num_experts")):
         read(key[0], **{key[1]: None})
@@ -367,7 +366,7 @@ def test_local_layers_turn_by_their_own_base_and_without_the_scaling_of_the_othe
     assert np.abs(rotary_table(config, 40) - rotary_table(read("gemma3_text"), 40)).max() > 0.1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("family", "raw", "message"),
     [
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, but"),

@@ -22,7 +22,7 @@ from mindgrpo.weight_sync.transfer import FirstHolders, load_once
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.model_files import ModelFiles, SafetensorsWriter
 
-MESHES = [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), (1, 4, 1)]
+MESHES = [(1, 1, 1), (4, 1, 1), (1, 2, 2), (2, 2, 2)]
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +55,20 @@ def load(backend: Any, place: Layout, folder: Path) -> dict[str, bytes]:
     return {name: view.tobytes() for name, view in weights.arrays.hf_views.items()}
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_each_element_is_read_once_and_arrives_wherever_it_is_held(
-    mesh: tuple[int, int, int], model: Path, reads: Counter[str]
+    model: Path, reads: Counter[str], subtests: pytest.Subtests
 ) -> None:
-    place = layout(mesh)
-    by_rank = ranks_as_threads.run(place.mesh.size, load, place, model)
-    assert reads == {spec.name: int(np.prod(spec.shape)) for spec in place.specs}
-    for rank, found in enumerate(by_rank):
-        expected = {
-            name: value("model", name, place.by_name[name].shape)[box.slices].tobytes()
-            for name, box in place.held_by(rank).items()
-        }
-        assert found == expected
+    for place in map(layout, MESHES):
+        with subtests.test(mesh=str(place.mesh)):
+            reads.clear()
+            by_rank = ranks_as_threads.run(place.mesh.size, load, place, model)
+            assert reads == {spec.name: int(np.prod(spec.shape)) for spec in place.specs}
+            for rank, found in enumerate(by_rank):
+                expected = {
+                    name: value("model", name, place.by_name[name].shape)[box.slices].tobytes()
+                    for name, box in place.held_by(rank).items()
+                }
+                assert found == expected
 
 
 def test_ranks_of_other_replicas_read_nothing() -> None:

@@ -56,6 +56,11 @@ SUBJECTS = [
 ]
 
 
+# One of each kind of what stands between tokens: dense layers, windows, experts and latents.
+EACH_KIND = [("highest", kind) for kind in ("qwen2", "gemma3_text", "qwen3_moe", "deepseek_v3")]
+of_each_kind = pytest.mark.parametrize("subject", EACH_KIND, indirect=True, ids="-".join)
+
+
 @pytest.fixture(scope="module", params=SUBJECTS)
 def subject(request: pytest.FixtureRequest) -> tuple[MatmulPrecision, str]:
     """The precision of matrix products, and the family."""
@@ -85,6 +90,7 @@ def check_training(golden: Golden, backend: Backend, rows: Sequence[PackedRow]) 
         assert gap < BOUNDS.gradients * np.abs(expected).max(), name
 
 
+@of_each_kind
 def test_logits_are_those_of_transformers(golden: Golden, backend: Backend) -> None:
     gap = np.abs(logits_of(golden, backend) - golden.values["logits"]).max()
     assert gap < BOUNDS.logits
@@ -96,6 +102,7 @@ def test_logprobs_and_every_gradient_are_those_of_transformers(
     check_training(golden, backend, each_in_its_row(golden.rollout))
 
 
+@of_each_kind
 def test_two_samples_packed_into_one_row_are_the_two_alone(
     golden: Golden, backend: Backend
 ) -> None:

@@ -16,6 +16,7 @@ from expert_calls import EXPERT_CALLS
 from kernel_calls import CALLS as OTHER_CALLS
 from kernel_calls import assert_refused, attention_inputs, filled, floats, one, wrong_calls
 from numpy.random import default_rng
+from tables import each_row
 
 from mindgrpo.backend.kernels.native.library import FLAGS, call_kernel, library_path
 
@@ -25,20 +26,20 @@ pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on
 CALLS = OTHER_CALLS | EXPERT_CALLS
 
 
-@pytest.mark.parametrize("symbol", CALLS)
+@each_row("symbol", CALLS)
 def test_random_shapes_give_what_numpy_gives(symbol: str) -> None:
     for seed in range(12):
         CALLS[symbol](default_rng(seed)).run()
 
 
-@pytest.mark.parametrize("symbol", CALLS)
+@each_row("symbol", CALLS)
 def test_a_call_that_is_not_as_declared_is_refused(symbol: str) -> None:
     arrays = CALLS[symbol](default_rng(1)).arrays
     for wrong in wrong_calls(arrays):
         assert_refused(symbol, wrong)
 
 
-@pytest.mark.parametrize("symbol", CALLS)
+@each_row("symbol", CALLS)
 def test_dims_that_do_not_fit_each_other_are_refused_or_harmless(symbol: str) -> None:
     for seed in range(3):
         arrays = CALLS[symbol](default_rng(seed)).arrays

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from loss_variants import COUNTED, GROUPS, LENGTHS, VARIANTS, WIDE, tokens_of
+from tables import each_row
 
 from mindgrpo.algorithm.loss_config import LOSS_TYPES, LossConfig
 from mindgrpo.algorithm.losses import (
@@ -131,8 +132,8 @@ def transcribed(t: Tokens, o: LossConfig) -> float:
     return total
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("on_policy", [True, False])
+@each_row("name", VARIANTS)
+@each_row("on_policy", [True, False])
 def test_every_loss_is_its_papers_formula(name: str, on_policy: bool) -> None:
     loss_config = VARIANTS[name]
     tokens = tokens_of(loss_config, on_policy)
@@ -146,8 +147,8 @@ def test_the_tokens_of_the_tests_tell_every_variant_from_the_others() -> None:
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("aggregation", [None, "prompt_mean", "constant", "token_mean"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@each_row("aggregation", [None, "prompt_mean", "constant", "token_mean"])
+@each_row("loss_type", LOSS_TYPES)
 def test_weights_are_those_of_the_formula_and_none_where_a_sample_does_not_count(
     loss_type: str, aggregation: str | None
 ) -> None:

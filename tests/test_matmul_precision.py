@@ -22,6 +22,7 @@ from small_generators import (
     requests_of,
     run,
 )
+from tables import each_row
 
 from mindgrpo.backend import dtypes
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -72,9 +73,9 @@ def product(form: str, x: np.ndarray, w: np.ndarray, parts: int) -> np.ndarray:
     return y
 
 
-@pytest.mark.parametrize("parts", LARGEST_ERROR)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("m, k, n", SIZES)
+@each_row("parts", LARGEST_ERROR)
+@each_row("form", FORMS)
+@each_row("m, k, n", SIZES)
 def test_a_product_is_numpys(form: str, m: int, k: int, n: int, parts: int) -> None:
     x, w = random(m, k), random(k, n)
     exact = x.astype(np.float64) @ w.astype(np.float64)
@@ -101,8 +102,8 @@ def test_a_row_is_bit_for_bit_the_same_in_any_company(parts: int) -> None:
         np.testing.assert_array_equal(alone, together[20 : 20 + count])
 
 
-@pytest.mark.parametrize("parts", (0, *LARGEST_ERROR))
-@pytest.mark.parametrize(
+@each_row("parts", (0, *LARGEST_ERROR))
+@each_row(
     "m, k, n, leaves",
     [(5, 192, 96, 8), (77, 72, 50, 8), (300, 28, 33, 4), (1, 6, 7, 2), (1300, 128, 16, 8)],
 )

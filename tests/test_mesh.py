@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.mesh import DENSE, EXPERT, Mesh
@@ -15,7 +16,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@each_row("mesh", MESHES)
 def test_rank_is_stage_then_data_then_context_then_model(mesh: Mesh) -> None:
     array = mesh.ranks()
     for rank in range(mesh.size):
@@ -25,10 +26,9 @@ def test_rank_is_stage_then_data_then_context_then_model(mesh: Mesh) -> None:
         assert array[index] == rank
 
 
-@pytest.mark.parametrize(
+@each_row(
     "mesh",
     [*MESHES, Mesh(4, 2, 2, ep=4), Mesh(2, 4, 1, ep=2, emp=2), Mesh(2, 2, 1, 2, ep=4)],
-    ids=str,
 )
 def test_a_group_shares_every_index_but_its_own(mesh: Mesh) -> None:
     for view in (DENSE, EXPERT):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("what", ROWS)
-def test_rows_of_a_file_are_those_in_memory(what: str, name: str, tmp_path: Path) -> None:
-    path = FORMATS[name](tmp_path / name, ROWS[what])
-    assert [flat(example) for example in open_examples(path)] == in_memory(ROWS[what])
+def test_rows_of_a_file_are_those_in_memory(tmp_path: Path, subtests: pytest.Subtests) -> None:
+    for (what, rows), (name, write) in product(ROWS.items(), FORMATS.items()):
+        with subtests.test(what=what, name=name):
+            folder = tmp_path / what
+            folder.mkdir(exist_ok=True)
+            examples = open_examples(write(folder / name, rows))
+            assert [flat(example) for example in examples] == in_memory(rows)
 
 
 def test_rows_in_memory_may_come_by_split() -> None:
@@ -102,18 +105,23 @@ def check(folder: Path, path: Path, *words: str) -> int:
     return main([*given, "--reward_config.verifier_weight", "null"])
 
 
-@pytest.mark.parametrize("name", FORMATS)
 def test_answers_are_needed_where_a_reward_asks_for_them(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    path = FORMATS[name](tmp_path / name, ROWS["prompt alone"])
-    assert check(tmp_path, path, "--verifier_function", "format_reward") == 0
-    capsys.readouterr()
-    assert check(tmp_path, path, "--verifier_function", "format_reward,accuracy_reward") == 2
-    told = capsys.readouterr().err
-    assert "reward function accuracy_reward wants 'answers', which the data does not have" in told
-    assert "name the one that holds it with answer=KEY in rl_config.dataset_map_keys" in told
-    assert told.count("\n") == 1 and "prompt, level)" in told
+    lacks = "reward function accuracy_reward wants 'answers', which the data does not have"
+    for name, write in FORMATS.items():
+        with subtests.test(name=name):
+            path = write(tmp_path / name, ROWS["prompt alone"])
+            assert check(tmp_path, path, "--verifier_function", "format_reward") == 0
+            capsys.readouterr()
+            words = "--verifier_function", "format_reward,accuracy_reward"
+            assert check(tmp_path, path, *words) == 2
+            told = capsys.readouterr().err
+            assert lacks in told
+            assert (
+                "name the one that holds it with answer=KEY in rl_config.dataset_map_keys" in told
+            )
+            assert told.count("\n") == 1 and "prompt, level)" in told
 
 
 def test_one_row_without_an_answer_is_named(

@@ -30,11 +30,13 @@ MESHES = [mesh for mesh in product((2, 3, 8), (1, 2, 4), (1, 2), (1,)) if np.pro
 MESHES += [(1, 2, 1, 4), (2, 1, 2, 3), (3, 2, 1, 2)]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
-def test_a_ranks_rows_are_its_boxes_and_every_row_has_one_owner(
-    mesh: tuple[int, ...], model: str
-) -> None:
+def test_a_ranks_rows_are_its_boxes_and_every_row_has_one_owner(subtests: pytest.Subtests) -> None:
+    for mesh, model in product(MESHES, MODELS):
+        with subtests.test(mesh=mesh, model=model):
+            check_rows(mesh, model)
+
+
+def check_rows(mesh: tuple[int, ...], model: str) -> None:
     layout = Layout.of(Mesh(*mesh), MODELS[model])
     own = layout.split_over_data()
     for rank in range(layout.mesh.size):

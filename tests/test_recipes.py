@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tables import each_row
 
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config, parse_command_line, values_by_key
@@ -29,8 +30,8 @@ def written(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("base", [EXAMPLE, USERS], ids=lambda path: path.parent.name)
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@each_row("base", [EXAMPLE, USERS])
+@each_row("recipe", RECIPES)
 def test_a_recipe_adds_to_a_run_and_every_value_says_which_file_it_is_from(
     recipe: Path, base: Path
 ) -> None:

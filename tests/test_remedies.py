@@ -222,10 +222,15 @@ def value_of(wanted: tuple[Any, ...], lowest: float) -> str:
     return {int: str(int(lowest) or 1), float: str(lowest or 0.5), bool: "false", str: "1GB"}[kind]
 
 
-@pytest.mark.parametrize("key", sorted({*aliases().by_key, *FLAGS.values()}))
 def test_the_key_that_takes_the_place_of_a_name_takes_a_value_of_its_type(
-    load: Loader, key: str
+    load: Loader, subtests: pytest.Subtests
 ) -> None:
+    for key in sorted({*aliases().by_key, *FLAGS.values()}):
+        with subtests.test(key=key):
+            check_value(load, key)
+
+
+def check_value(load: Loader, key: str) -> None:
     flags = [flag for flag, target in FLAGS.items() if target == key]
     if key in PENDING:
         assert load("", f"--{key}={yaml.safe_dump(PENDING[key].inactive).split()[0]}")
@@ -271,46 +276,47 @@ def test_several_names_of_one_trainer_for_a_key_say_in_what_they_differ() -> Non
     assert set(DIFFERENCES) <= names
 
 
-@pytest.mark.parametrize(
-    ("name", "answers"),
-    [
-        ("trainer.device", ["called context.device_target here"]),
-        ("reward_model.reward_manager", ["reward_config.verifier_function"]),
-        ("data.reward_fn_key", ["reward_config.verifier_function"]),
-        (
-            "custom_reward_function.name",
-            ["called reward_config.verifier_function", "file.py:function"],
-        ),
-        ("actor_rollout_ref.rollout.enable_chunked_prefill", ["generate_config.vllm.arguments"]),
-        (
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-            ["called rl_config.batch_size here: old log-probs"],
-        ),
-        (
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-            ["called ref_config.ref_model_batch_size here"],
-        ),
-        ("actor_rollout_ref.actor.use_kl_loss=True", ["rl_config.beta here: its true is a beta"]),
-        ("algorithm.kl_ctrl.kl_coef", ["rl_config.beta here", "rl_config.kl_in_reward"]),
-        (
-            "+data.filter_overlong_prompts=True",
-            ['prompt_overflow: "drop"  # data.filter_overlong_prompts'],
-        ),
-        ("sft_path_infer", ["called generate_config.model_config here"]),
-        ("sft_path_train", ["called actor_config.model_config here"]),
-        ("load_sft_checkpoint_train", ["called actor_config.load here"]),
-        ("gradient_aggregation_group", ["is retired", "buckets"]),
-        ("resume", ["called rl_config.resume_training here"]),
-        ("peft_config", ["actor_config.lora.rank"]),
-    ],
-)
+EXPLAINED = [
+    ("trainer.device", ["called context.device_target here"]),
+    ("reward_model.reward_manager", ["reward_config.verifier_function"]),
+    ("data.reward_fn_key", ["reward_config.verifier_function"]),
+    (
+        "custom_reward_function.name",
+        ["called reward_config.verifier_function", "file.py:function"],
+    ),
+    ("actor_rollout_ref.rollout.enable_chunked_prefill", ["generate_config.vllm.arguments"]),
+    (
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+        ["called rl_config.batch_size here: old log-probs"],
+    ),
+    (
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        ["called ref_config.ref_model_batch_size here"],
+    ),
+    ("actor_rollout_ref.actor.use_kl_loss=True", ["rl_config.beta here: its true is a beta"]),
+    ("algorithm.kl_ctrl.kl_coef", ["rl_config.beta here", "rl_config.kl_in_reward"]),
+    (
+        "+data.filter_overlong_prompts=True",
+        ['prompt_overflow: "drop"  # data.filter_overlong_prompts'],
+    ),
+    ("sft_path_infer", ["called generate_config.model_config here"]),
+    ("sft_path_train", ["called actor_config.model_config here"]),
+    ("load_sft_checkpoint_train", ["called actor_config.load here"]),
+    ("gradient_aggregation_group", ["is retired", "buckets"]),
+    ("resume", ["called rl_config.resume_training here"]),
+    ("peft_config", ["actor_config.lora.rank"]),
+]
+
+
 def test_config_explains_a_name_as_what_it_is(
-    name: str, answers: list[str], capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], subtests: pytest.Subtests
 ) -> None:
-    assert main(["config", "--explain", name]) == 0
-    said = capsys.readouterr().out
-    for answer in answers:
-        assert answer in said
+    for name, answers in EXPLAINED:
+        with subtests.test(name=name):
+            assert main(["config", "--explain", name]) == 0
+            said = capsys.readouterr().out
+            for answer in answers:
+                assert answer in said
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import random
 from typing import Any
 
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.builtin import ALSO_CALLED, BUILTINS
@@ -31,7 +32,7 @@ GOOD = "<think>12+30=42</think><answer>42</answer>"
 QUICK = {name: found.load() for name, found in BUILTINS.items() if found.quick}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("completion", "gold", "expected"),
     [
         (GOOD, "42", 1.0),
@@ -81,7 +82,7 @@ def test_a_gold_answer_may_have_words_around_its_number(gold: str) -> None:
     assert accuracy_reward([GOOD, "43"], [gold] * 2) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "gold",
     [
         "forty-two",
@@ -241,7 +242,7 @@ def test_other_names_lead_to_the_same_functions() -> None:
     assert BUILTINS["boxed_accuracy_reward"].load() is qwen_accuracy_reward
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("completion", "gold", "expected"),
     [
         ("72", "72", 1.0),

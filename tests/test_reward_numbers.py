@@ -92,23 +92,32 @@ NUMBERS = {
 SENTENCES = ["{}", "The answer is {}.", "<answer>{}</answer>", "7 of them; {}"]
 
 
-@pytest.mark.parametrize("sentence", SENTENCES)
-@pytest.mark.parametrize(("text", "part"), NO_NUMBERS.items())
 def test_what_is_no_number_is_not_read_in_part_nor_is_a_number_before_it(
-    text: str, part: str, sentence: str
+    subtests: pytest.Subtests,
 ) -> None:
-    completion = sentence.format(text)
-    assert accuracy_reward([completion] * 2, [part, "7"]) == [0.0, 0.0]
-    assert qwen_accuracy_reward([f"\\boxed{{{text}}}"], [part]) == [0.0]
-    assert accuracy_reward(["5"], [text]) == [None]
+    for text, part in NO_NUMBERS.items():
+        with subtests.test(text=text):
+            completion = f"7 of them; {text}"
+            assert accuracy_reward([completion] * 2, [part, "7"]) == [0.0, 0.0]
+            assert qwen_accuracy_reward([f"\\boxed{{{text}}}"], [part]) == [0.0]
+            assert accuracy_reward(["5"], [text]) == [None]
+
+
+def test_signs_units_and_marks_may_stand_around_a_number(subtests: pytest.Subtests) -> None:
+    for text, value in NUMBERS.items():
+        with subtests.test(text=text):
+            assert accuracy_reward([f"The answer is {text}."], [value]) == [1.0]
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-@pytest.mark.parametrize(("text", "value"), NUMBERS.items())
-def test_signs_units_and_marks_may_stand_around_a_number(
-    text: str, value: str, sentence: str
-) -> None:
-    assert accuracy_reward([sentence.format(text)], [value]) == [1.0]
+def test_a_text_is_a_number_or_none_wherever_it_stands(sentence: str) -> None:
+    wrong = {text: part for text, part in NO_NUMBERS.items() if read(sentence, text, part) != 0.0}
+    wrong |= {text: value for text, value in NUMBERS.items() if read(sentence, text, value) != 1.0}
+    assert not wrong
+
+
+def read(sentence: str, text: str, gold: str) -> float | None:
+    return accuracy_reward([sentence.format(text)], [gold])[0]
 
 
 @pytest.mark.parametrize(

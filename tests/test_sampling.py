@@ -218,35 +218,24 @@ OFTEN = {
 }
 
 
-def drawn_by_kernels(settings: SamplingParams, logits: np.ndarray) -> np.ndarray:
-    rows = LONGEST
-    ranks = Ranks(settings, FEW, 1, rows, hidden=16)
-    return ranks.draw_many(logits[None], sample_keys(0, ROLLOUT, 0, range(rows)), LONGEST)
+def few_logits() -> np.ndarray:
+    return np.random.default_rng(4).normal(0, 1.5, FEW).astype(np.float32)
 
 
-def drawn_by_graph(settings: SamplingParams, logits: np.ndarray) -> np.ndarray:
-    sampler, rows = Sampler(settings, FEW), 1 << 14
-    keys = sample_keys(0, ROLLOUT, 0, range(LONGEST))[:, None]
-    keys = position_keys(keys, np.arange(LONGEST)[None]).reshape(-1, rows)
-    every, banned = np.tile(logits, (rows, 1)), np.ones(rows)
-    return np.stack([sampler(every, some, banned, every).tokens for some in keys])
+def drawn_by_kernels(
+    settings: SamplingParams, logits: np.ndarray, positions: int = LONGEST
+) -> np.ndarray:
+    """int32 [LONGEST samples, positions]."""
+    ranks = Ranks(settings, FEW, 1, LONGEST, hidden=16)
+    return ranks.draw_many(logits[None], sample_keys(0, ROLLOUT, 0, range(LONGEST)), positions)
 
 
-# The graph draws what the kernels do, as both draw what the definition does: one setting shows its numbering.
-@pytest.mark.parametrize(
-    ("name", "drawn"),
-    [
-        pytest.param("all", drawn_by_graph, id="all-plain"),
-        *(pytest.param(name, drawn_by_kernels, id=name, marks=WITH_C) for name in OFTEN),
-    ],
-)
-def test_of_a_million_draws_every_token_has_its_share(
-    name: str, drawn: Callable[[SamplingParams, np.ndarray], np.ndarray]
-) -> None:
+@WITH_C
+@pytest.mark.parametrize("name", OFTEN)
+def test_of_a_million_draws_every_token_has_its_share(name: str) -> None:
     """Chi-square against the exact distribution, over positions and samples as a run numbers them."""
-    settings = OFTEN[name]
-    logits = np.random.default_rng(4).normal(0, 1.5, FEW).astype(np.float32)
-    counts = np.bincount(drawn(settings, logits).reshape(-1), minlength=FEW)
+    settings, logits = OFTEN[name], few_logits()
+    counts = np.bincount(drawn_by_kernels(settings, logits).reshape(-1), minlength=FEW)
     assert counts.sum() == LONGEST**2 > 1e6
     p = oracle.distribution(settings, logits, 1.0, np.zeros(FEW))
     assert not counts[p == 0].any() and (p > 0).sum() > 2
@@ -254,6 +243,18 @@ def test_of_a_million_draws_every_token_has_its_share(
     assert expected.min() > 5
     statistic = ((counts - expected) ** 2 / expected).sum()
     assert chi2.sf(statistic, len(counts) - 1) > 1e-3
+
+
+@WITH_C
+def test_the_graph_numbers_its_draws_as_the_kernels_do() -> None:
+    """Each draws what the definition does, so a million draws of one of them tell of both."""
+    settings, logits, positions = OFTEN["all"], few_logits(), 16
+    keys = sample_keys(0, ROLLOUT, 0, range(LONGEST))[:, None]
+    keys = position_keys(keys, np.arange(positions)[None]).reshape(-1)
+    every, banned = np.tile(logits, (len(keys), 1)), np.ones(len(keys))
+    drawn = Sampler(settings, FEW)(every, keys, banned, every).tokens
+    expected = drawn_by_kernels(settings, logits, positions)
+    np.testing.assert_array_equal(drawn.reshape(LONGEST, positions), expected)
 
 
 @pytest.mark.parametrize("name", ["plain", "top_k", "greedy"])

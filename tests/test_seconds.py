@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from small_runs import MODEL
+from tables import each_row
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout, num_micro_batches, pack
 from mindgrpo.algorithm.row_shapes import ShapeChoice
@@ -172,9 +173,9 @@ def test_a_sum_over_ranks_moves_a_share_each_way_over_every_link() -> None:
     assert rates.sum_seconds(4e9, 16) == pytest.approx(2 * 4e9 * 15 / 16 / (25e9 * 0.6))
 
 
-@pytest.mark.parametrize("most", [1, 3, None])
-@pytest.mark.parametrize("length", [48, 96, 400])
-@pytest.mark.parametrize("group", [1, 4, 8])
+@each_row("most", [1, 3, None])
+@each_row("length", [48, 96, 400])
+@each_row("group", [1, 4, 8])
 def test_samples_of_one_length_are_counted_into_rows_as_they_are_packed(
     most: int | None, length: int, group: int
 ) -> None:
@@ -292,9 +293,7 @@ def seconds_with(name: str, factor: float, plan: RunPlan) -> float:
     return Roofline(plan, speeds=changed).step().total
 
 
-@pytest.mark.parametrize(
-    "name", sorted(asdict(SPEEDS["host"]).keys() - {"devices_per_host", "cores"})
-)
+@each_row("name", sorted(asdict(SPEEDS["host"]).keys() - {"devices_per_host", "cores"}))
 def test_a_faster_device_is_never_slower_for_it(name: str) -> None:
     plan = planned(*TWO_STAGES)
     faster = 0.5 if name.endswith(("_us", "_ns", "_ms")) else 2.0

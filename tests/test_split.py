@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.mesh import Mesh
@@ -57,8 +58,8 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("ways", [1, 2, 4, 8])
-@pytest.mark.parametrize("spec", SPLITS, ids=lambda spec: spec.name)
+@each_row("ways", [1, 2, 4, 8])
+@each_row("spec", SPLITS)
 def test_boxes_put_together_are_the_parameter(spec: ParameterSpec, ways: int) -> None:
     whole = np.arange(np.prod(spec.shape, dtype=int)).reshape(spec.shape)
     replicas = num_replicas(spec, ways)
@@ -73,8 +74,8 @@ def test_boxes_put_together_are_the_parameter(spec: ParameterSpec, ways: int) ->
         assert len({box for box in boxes if box.size}) == sum(map(bool, map(np.size, shares)))
 
 
-@pytest.mark.parametrize("ways", [1, 2, 4, 8])
-@pytest.mark.parametrize("spec", SPLITS, ids=lambda spec: spec.name)
+@each_row("ways", [1, 2, 4, 8])
+@each_row("spec", SPLITS)
 def test_local_shape_fits_every_rank_and_is_no_larger_than_the_first(
     spec: ParameterSpec, ways: int
 ) -> None:
@@ -149,8 +150,8 @@ def test_a_box_within_another_addresses_the_same_elements() -> None:
         outer.within(inner)
 
 
-@pytest.mark.parametrize("num_layers", [1, 4, 5, 9, 80])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+@each_row("num_layers", [1, 4, 5, 9, 80])
+@each_row("stages", [1, 2, 3, 4, 8])
 def test_stages_take_every_layer_once_and_differ_by_one_at_most(
     num_layers: int, stages: int
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from tables import each_row
 
 from mindgrpo.backend import targets
 from mindgrpo.cli.verbs import USAGE, main
@@ -386,7 +387,7 @@ def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) 
     assert "'trian' is not a verb" in only_sentence(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("verb", USAGE)
+@each_row("verb", USAGE)
 def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--config", "none.yaml", "--help"]) == 0
     said = capsys.readouterr().out
