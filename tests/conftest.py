@@ -131,15 +131,17 @@ def _name(item: pytest.Item) -> str:
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves the quick tier's tests in `items`."""
-    if not (config.option.keyword or "::" in "".join(config.args)):
+    if not (hasattr(config, "workerinput") or config.option.keyword):
         names: dict[Path, list[str]] = {}
         for item in items:
             names.setdefault(item.path, []).append(_name(item))
-        for path, own in names.items():
-            for word in tiers.unused_words(path, own):
-                raise pytest.UsageError(
-                    f"tests/tiers.py: no test of {path.name} has '{word}' in its id"
-                )
+        unused = [
+            f"{path.name}: '{word}'"
+            for path, own in names.items()
+            for word in tiers.unused_words(path, own)
+        ]
+        if unused:
+            raise pytest.UsageError(f"words of tests/tiers.py are in no test's id: {unused}")
     whole = config.stash[WHOLE_FILES]
     left_out = [
         item

@@ -17,7 +17,56 @@ TESTS, PACKAGE = ROOT / "tests", ROOT / "mindgrpo"
 
 # Of files that start something or compile graphs, what is in the quick tier: tests whose id (without the file) holds
 # one of the words, or all if there is none.
-QUICK: dict[str, tuple[str, ...]] = {}
+QUICK: dict[str, tuple[str, ...]] = {
+    "test_action_mask": (
+        "[gspo-None]",
+        "by_length",
+        "what_stands_at_tokens_of_others_changes_nothing[dapo]",
+    ),
+    "test_checkpoint_layouts": (),
+    "test_code_isolation": (),
+    "test_code_reward": (),
+    "test_config_algorithm": (),
+    "test_data_prompts": (),
+    "test_distributed": (
+        "experts, train 1x1x1",
+        "partial, train 1x1x1",
+        "dapo, train 1x1x1",
+        "experts, train 2x1x2",
+        "partial, train 1x2x2",
+        "dapo, train 1x1x2x2",
+        "4 over shared_memory",
+        "golden_trajectory",
+    ),
+    "test_environments": (),
+    "test_export": ("its_source_bit_for_bit[qwen2]", "[mixtral]", "mesh1-None", "what_was_trained"),
+    "test_golden_models": ("highest-qwen2]", "highest-qwen3_moe]", "highest-deepseek_v3]"),
+    "test_kernel_calls": ("random_shapes",),
+    "test_kernels": (),
+    "test_lora": ("[targets0]", "chain_rules", "fresh_adapters"),
+    "test_loss_cell": (),
+    "test_main_command": (),
+    "test_nested_splits": (),
+    "test_noise": (),
+    "test_optimizer": ("five_steps",),
+    "test_optimizer_shares": (),
+    "test_own_prompts": (),
+    "test_partial_rollout": (),
+    "test_reshard_plan": (),
+    "test_resume": ("signals_end_twice", "uses_what_it_is_to_carry"),
+    "test_reward_pool": (),
+    "test_route_exchange": (),
+    "test_sampling": ("is_that_of_the_definition[plain",),
+    "test_schedule": (),
+    "test_slots": (),
+    "test_step": (),
+    "test_targets": (),
+    "test_token_arrays": (),
+    "test_tools": (),
+    "test_update": (),
+    "test_user_errors": (),
+    "test_weight_files": (),
+}
 # Of the other files what is not: the same, of tests that take long or say nothing of the package.
 FULL: dict[str, tuple[str, ...]] = {}
 
