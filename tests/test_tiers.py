@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,14 @@ def test_words_choose_tests_of_a_file_and_words_without_a_test_are_known(
     assert tiers.is_quick_test(c, "test_fast") and not tiers.is_quick_test(c, "test_slow[1]")
     assert tiers.unused_words(a, ["test_first", "test_x[1]"]) == ["[qwen2]"]
     assert tiers.unused_words(c, ["test_slow[1]"]) == []
+
+
+def test_every_word_of_the_tables_is_in_the_id_of_a_test() -> None:
+    words = ("-q", "tests", "--tier", "quick", "--collect-only")
+    collected = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert collected.returncode == 0, collected.stdout[-500:] + collected.stderr[-500:]
 
 
 def test_a_change_reaches_the_files_that_import_it_over_any_number_of_modules() -> None:
