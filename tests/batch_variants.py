@@ -1,4 +1,4 @@
-"""Losses, masks and advantage estimators beside a small batch to try them on, and what numpy makes of the whole batch.
+"""Losses and masks beside a small batch to try them on over ranks, and what numpy makes of the whole batch.
 
 Log-probs are given, not computed: of the policy (NOW), of the policy before its updates (OLD) and of the reference.
 Judges nothing.
@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from loss_variants import VARIANTS, WIDE
 
-from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, AdvantageConfig, LossConfig
+from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.losses import policy_loss, token_weights
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.surrogates import Tokens
@@ -66,52 +66,32 @@ TURN_REWARDS = [
 ]
 
 GRPO = AdvantageConfig(NUM_GENERATIONS)
-CORRECTED = replace(WIDE, corrected=True)
-_advantages = {
-    **{
-        name: replace(GRPO, advantage_estimator=name, scale_rewards=ESTIMATORS[name])
-        for name in ESTIMATORS
-        if name != "grpo"
-    },
-    **{
-        f"{name}, scaled by {scale}": replace(GRPO, advantage_estimator=name, scale_rewards=scale)
-        for name, scales in ANY_SCALE.items()
-        for scale in scales[1:]
-    },
-    "advantages of turns": replace(GRPO, by_turn=True),
-    "KL in the reward": replace(GRPO, reward_beta=0.1, kl_estimator="k1"),
-    "KL in the reward of tokens": replace(
-        GRPO, advantage_estimator="reinforce_plus_plus", reward_beta=0.1
-    ),
-    "distillation": replace(GRPO, distillation_coef=0.5),
-    "truncated samples": replace(GRPO, mask_truncated=True),
-    "equal groups": replace(GRPO, mask_equal=True),
-    "geometric mean too low": replace(GRPO, rejection_geometric_low=0.9),
-    "geometric mean too high": replace(GRPO, rejection_geometric_high=1.1),
-    "k3": replace(GRPO, rejection_k3=0.05),
-    "veto": replace(GRPO, rejection_veto=0.6),
-}
-_corrections = {
-    "token_truncate": replace(GRPO, correction="token_truncate", correction_cap=1.2),
-    "IcePop": replace(GRPO, correction="token_mask", correction_cap=1.3, correction_floor=0.8),
-    "sequence_truncate": replace(GRPO, correction="sequence_truncate", correction_cap=1.2),
-    "sequence_mask": replace(GRPO, correction="sequence_mask", correction_cap=1.5),
-}
-_losses = VARIANTS | {
+_losses = {
+    # One of each aggregation: their sums go over samples, tokens and prompts of all ranks.
+    **{name: VARIANTS[name] for name in ("grpo, k3", "dapo, entropy", "dr_grpo", "luspo")},
+    "cispo, by prompt": VARIANTS["cispo, by prompt"],
+    # Tokens are chosen among those of all ranks, samples are left out for how far the policy has moved.
     "top entropy": replace(WIDE, top_entropy_quantile=0.4),
     "clip_cov of many": replace(
         WIDE, loss_type="clip_cov", clip_cov_ratio=0.3, clip_cov_low=0.1, beta=0.05
     ),
     "kl_cov of many": replace(WIDE, loss_type="kl_cov", kl_cov_ratio=0.3),
-    "samples' sums": replace(WIDE, loss_aggregation="sample_sum"),
+    "off-policy mask": VARIANTS["off-policy mask"],
 }
+_advantages = {
+    # Of tokens.
+    "reinforce_plus_plus": replace(
+        GRPO, advantage_estimator="reinforce_plus_plus", reward_beta=0.1
+    ),
+    "truncated samples": replace(GRPO, mask_truncated=True),
+    "equal groups": replace(GRPO, mask_equal=True),
+    "veto": replace(GRPO, rejection_veto=0.6),
+}
+_truncated = replace(GRPO, correction="token_truncate", correction_cap=1.2)
 BATCH_VARIANTS: dict[str, tuple[LossConfig, AdvantageConfig]] = {
-    **{
-        f"loss {name}": (own, _corrections["token_truncate"] if own.corrected else GRPO)
-        for name, own in _losses.items()
-    },
-    **{f"advantages {name}": (WIDE, own) for name, own in _advantages.items()},
-    **{f"correction {name}": (CORRECTED, own) for name, own in _corrections.items()},
+    **{name: (own, GRPO) for name, own in _losses.items()},
+    **{name: (WIDE, own) for name, own in _advantages.items()},
+    "corrected": (replace(WIDE, corrected=True), _truncated),
 }
 
 

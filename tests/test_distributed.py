@@ -30,7 +30,7 @@ from golden_models import BOUNDS, read_golden
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
 
-from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES, REJECTIONS
+from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "distributed" / "job.py"
@@ -175,10 +175,14 @@ def test_the_golden_tokens_are_sampled_at_every_step(launch: Launch, case: c.Cas
 
 
 @every_case
-@pytest.mark.parametrize("figure", ["loss", "grad_norm", "kl", "entropy"])
-def test_every_update_has_the_golden_figures(launch: Launch, case: c.Case, figure: str) -> None:
-    expected = _numbers(GOLDEN[case.recipe]["steps"], figure)
-    np.testing.assert_allclose(_numbers(_steps(launch, case), figure), expected, **CLOSE)
+def test_every_update_has_the_golden_figures(
+    launch: Launch, case: c.Case, subtests: pytest.Subtests
+) -> None:
+    found, expected = _steps(launch, case), GOLDEN[case.recipe]["steps"]
+    for figure in ("loss", "grad_norm", "kl", "entropy"):
+        with subtests.test(figure=figure):
+            pair = _numbers(found, figure), _numbers(expected, figure)
+            np.testing.assert_allclose(*pair, **CLOSE)
 
 
 @spread_case
@@ -268,9 +272,7 @@ def test_every_parameter_element_is_that_of_one_process(launch: Launch, case: c.
 
 
 @pytest.mark.parametrize("name", BATCH_VARIANTS)
-def test_every_loss_mask_and_estimator_over_ranks_has_the_gradients_of_the_whole_batch(
-    launch: Launch, name: str
-) -> None:
+def test_a_loss_over_ranks_has_the_gradients_of_the_whole_batch(launch: Launch, name: str) -> None:
     ranks = [rank["losses"][name] for rank in launch(c.LOSSES_WORLD)[1]]
     assert all(rank["report"] == ranks[0]["report"] for rank in ranks)
     loss, slopes = of_whole_batch(*BATCH_VARIANTS[name])
@@ -284,12 +286,13 @@ def test_every_loss_mask_and_estimator_over_ranks_has_the_gradients_of_the_whole
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-7)
 
 
-def test_the_variants_over_ranks_are_all_losses_masks_and_estimators_and_tell_them_apart() -> None:
+def test_the_variants_over_ranks_have_every_aggregation_and_choice_and_are_told_apart() -> None:
+    """A layout changes no formula: test_loss_cell.py has all losses, test_advantages.py all estimators and masks."""
     losses, advantages = zip(*BATCH_VARIANTS.values(), strict=True)
-    assert {one.loss_type for one in losses} == {*LOSS_TYPES}
-    assert {one.advantage_estimator for one in advantages} == {*ESTIMATORS}
-    for name in REJECTIONS:
-        assert any(getattr(one, name) is not None for one in advantages)
+    aggregations = {own.aggregation for own in LOSS_TYPES.values()} | {"prompt_mean"}
+    assert {one.aggregation for one in losses} == aggregations
+    assert any(one.penalises for one in losses) and any(one.leaves_out for one in losses)
+    assert any(getattr(one, name) is not None for one in advantages for name in REJECTIONS)
     found = [of_whole_batch(*pair) for pair in BATCH_VARIANTS.values()]
     assert len({np.concatenate(slopes, 1).tobytes() for _, slopes in found}) == len(found)
     assert all(np.abs(np.concatenate(slopes, 1)).max() > 1e-3 for _, slopes in found)

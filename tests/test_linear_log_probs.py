@@ -101,8 +101,8 @@ def test_parts_of_the_logits_give_what_numpy_gives_of_all(
     x, table, labels = inputs(*size)
     vocabulary = Vocabulary(0, size[2], size[2], 0.7)
     sens = np.random.default_rng(0).normal(size=(2, size[0])).astype(np.float32)
-    # Chunks of 11 rows, the last one shorter.
-    log_probs = TokenLogProbs(make(), vocabulary, backend.group((0,)), 4 * size[2] * 11)
+    # Chunks of 25 rows, the last one shorter: each is compiled anew.
+    log_probs = TokenLogProbs(make(), vocabulary, backend.group((0,)), 4 * size[2] * 25)
     for given, exact in zip(
         in_a_graph(log_probs, x, table, labels, sens),
         by_numpy(x, table, labels, vocabulary, sens),
@@ -132,7 +132,7 @@ def test_a_table_that_is_not_trained_gets_no_gradient_and_the_rest_is_the_same(
     sens = np.random.default_rng(0).normal(size=(2, len(x))).astype(np.float32)
     of_both, of_x = (
         in_a_graph(
-            TokenLogProbs(make(), vocabulary, backend.group((0,)), 4 * len(table) * 11, is_trained),
+            TokenLogProbs(make(), vocabulary, backend.group((0,)), 4 * len(table) * 25, is_trained),
             x,
             table,
             labels,

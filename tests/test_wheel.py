@@ -199,10 +199,9 @@ def test_ranks_start_from_an_installed_wheel_in_any_folder(installed: Path, tmp_
     "words",
     [
         ("--ranks", "2", "--", "my_main.py", "--config", "my.yaml"),
-        ("--ranks", "1", "--config", "my.yaml"),
         ("--ranks", "1", "--", "train", "--config=my.yaml"),
     ],
-    ids=["my_main.py", "no program", "train"],
+    ids=["my_main.py", "train"],
 )
 def test_a_run_is_launched_from_an_installed_wheel(
     installed: Path, tmp_path: Path, words: tuple[str, ...]

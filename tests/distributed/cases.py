@@ -371,11 +371,12 @@ SPREAD = (
     Case("environment", (1, 2, 1), (2, 1), splits_tokens=True),
     Case("low rank", (1, 2, 2), (4, 1), experts=(1, 2), splits_tokens=True),
     Case("eight layers", (1, 1, 4), (2, 2), recompute=True, chunks=2),
+    # Two ranks hold the same experts, and share out their optimizer's state.
     Case(
         "experts",
-        (2, 2, 1, 2),
-        (2, 4),
-        experts=(2, 2),
+        (2, 2, 1),
+        (1, 4),
+        experts=(2, 1),
         recompute=True,
         splits_tokens=True,
         shards_optimizer=True,
@@ -389,7 +390,6 @@ SPREAD = (
         shards_optimizer=True,
         replays=True,
     ),
-    Case("experts", (1, 1, 2), (2, 1), replays=True),
     Case("partial", (1, 2, 2), (2, 2), splits_tokens=True),
     Case("partial", (1, 2, 1), (2, 1), backend="high", splits_tokens=True),
     # A stage in the middle, and a ring of an odd length.
@@ -416,11 +416,9 @@ INFER_MESHES = tuple(g for g in product(_POWERS, _POWERS, (1,)) if g[0] * g[1] <
 SAVED: tuple[tuple[int, int, int], ...] = ((1, 4, 2), (2, 2, 2), (8, 1, 1), (1, 2, 1), (2, 1, 4))
 # Of layouts whose stages have several, the chunks of each.
 CHUNKS = {(2, 2, 2): 2, (1, 2, 2): 2}
-# Every layout at least twice on its side; tests/test_reshard_plan.py has the plans of all pairs.
+# Every layout on its side; tests/test_reshard_plan.py has the plans of others.
 PAIRS = tuple(
-    pair
-    for index, pair in enumerate(product(TRAIN_MESHES, INFER_MESHES))
-    if index % len(INFER_MESHES) % 5 == index // len(INFER_MESHES) % 5
+    (train, INFER_MESHES[index % len(INFER_MESHES)]) for index, train in enumerate(TRAIN_MESHES)
 )
 # Every axis cut on either side, by 2 and by 4, and ranks that have nothing.
 DEVICE_PAIRS = (
@@ -462,8 +460,8 @@ SHARDED = (
     Sharded((4, 1, 2)),
     # Three rows of an adapter for eight ranks.
     Sharded((8, 1, 1), lora=3),
-    Sharded((2, 1, 2), "float16", backend="device"),
-    Sharded((2, 1, 2), backend="device", moments_on_host=True),
+    # Where moments stay on the device, the case of QWEN3 on a device has them.
+    Sharded((2, 1, 2), "float16", backend="device", moments_on_host=True),
 )
 # (layout, whether the optimizer is shared out) of one update after the other.
 SHARDED_MOVES = (((4, 2, 1), True), ((2, 2, 2), True), ((1, 4, 2), False))
@@ -483,9 +481,8 @@ class Golden:
 
 
 GOLDEN = (
-    Golden("qwen3_moe", (2, 2, 2, 1), (2, 2)),
-    Golden("mixtral", (2, 4, 1, 1), (4, 2)),
-    Golden("deepseek_v3", (1, 2, 2, 2), (2, 2)),
+    Golden("mixtral", (2, 2, 1, 1), (2, 2)),
+    Golden("deepseek_v3", (1, 2, 1, 2), (2, 2)),
 )
 
 
