@@ -101,12 +101,12 @@ _install_packages() { # $1: extras
 
 _compile() { # what a run imports, once: its ranks would each do it where Python is told to keep nothing, or cannot
     echo "mindgrpo: compiling what a run imports"
-    local import="import sys; sys.path.insert(0, sys.argv[1]); import"
+    local of_ranks="import sys; sys.path.insert(0, sys.argv[1]); import mindgrpo.launch.fork_server as server; server.import_for_ranks([]); import mindspore.parallel.cluster.run"
+    local of_others="import compileall, sys, transformers.utils.chat_template_utils, tensorboardX.summary, matplotlib.backends.backend_agg, matplotlib.figure; compileall.compile_dir(sys.argv[1], quiet=2)"
     (
         export PYTHONDONTWRITEBYTECODE=
-        "$MINDGRPO_PYTHON" -c "$import mindgrpo.launch.fork_server as server; server.import_for_ranks([])" "$MINDGRPO_ROOT" &
-        "$MINDGRPO_PYTHON" -c "$import transformers.utils.chat_template_utils, matplotlib.backends.backend_agg, matplotlib.figure" \
-            "$MINDGRPO_ROOT"
+        "$MINDGRPO_PYTHON" -c "$of_ranks" "$MINDGRPO_ROOT" &
+        "$MINDGRPO_PYTHON" -c "$of_others" "$MINDGRPO_ROOT/mindgrpo"
         wait
     ) >/dev/null 2>&1 || :
 }

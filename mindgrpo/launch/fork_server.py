@@ -31,7 +31,12 @@ PARENT_CHECK_SECONDS = 0.5
 # Imported when a rank renders its first prompt.
 FIRST_RENDERING = "transformers.utils.chat_template_utils"
 # What MindSpore imports when it compiles for the first time.
-FIRST_COMPILE = ("asttokens.mark_tokens", "mindspore.graph._parse.compile_config")
+FIRST_COMPILE = (
+    "asttokens.mark_tokens",
+    "mindspore.graph._parse.compile_config",
+    "mindspore.ops._grad_experimental",
+    "mindspore.ops.tensor_method",
+)
 
 
 def start_building() -> None:
