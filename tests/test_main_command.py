@@ -6,6 +6,7 @@ Does not prove anything of several ranks (test_distributed.py), nor that the run
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from small_clone import ROOT, make_clone
 
 STEPS = 3
-PHASES = ("rollout", "score", "reference", "update", "sync")
+PHASES = ("reshard", "rollout", "score", "reference", "update")
 COLUMNS = {
     *("step", "reward/mean", "reward/std", "loss", "kl", "entropy", "grad_norm", "lr"),
     *("clip_fraction", "zero_std_fraction", "completion_length/mean", "completion_length/max"),
@@ -41,18 +42,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_the_files_that_readme_lists(run: Path) -> None:
     table = (ROOT / "README.md").read_text(encoding="utf-8").split("| file | content |")[1]
     rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines() if "`" in line]
-    # What a key, a tracker or LoRA adds says so.
-    always = [
-        row[1]
-        for row in rows
-        if "`monitor_config." not in row[2]
-        and "`rl_config." not in row[2]
-        and "LoRA):" not in row[2]
-    ]
-    names = [name for cell in always for name in cell.replace("`", "").replace(" ", "").split(",")]
+    asked_for = ("`monitor_config.", "`rl_config.", "`actor_config.")
+    always = [row[1] for row in rows if not any(key in row[2] for key in asked_for)]
+    names = [name for cell in always for name in re.findall(r"`([^`]+)`", cell)]
     assert len(names) > 8
-    missing = [name for name in names if not (run / name).exists()]
-    assert missing == []
+    assert [name for name in names if not (run / name).exists()] == []
 
 
 def test_every_step_has_every_column_and_generator_and_trainer_agree_in_every_bit(
@@ -72,7 +66,8 @@ def test_every_completion_of_a_step_is_written_with_its_rewards_and_advantage(ru
     rows, samples = _lines(run / "metrics.jsonl"), _lines(run / "completions.jsonl")
     for row in rows:
         own = [sample for sample in samples if sample["step"] == row["step"]]
-        assert sum(sample["length"] for sample in own) == row["tokens"]
+        lengths = [sample["length"] for sample in own]
+        assert sum(lengths) / len(lengths) == pytest.approx(row["completion_length/mean"])
         assert all(sample.keys() >= COMPLETION for sample in own)
         mean = sum(sample["reward"] for sample in own) / len(own)
         assert mean == pytest.approx(row["reward/mean"])

@@ -43,7 +43,6 @@ def test_the_tables_name_test_files_and_every_shard_has_some() -> None:
     files = {path.stem: path for path in tiers.test_files()}
     named = {*tiers.QUICK, *tiers.FULL, *tiers.SHARD_OF}
     assert named - files.keys() == set()
-    assert not tiers.QUICK.keys() & tiers.FULL.keys()
     assert {tiers.shard_of(path) for path in files.values()} == {*tiers.SHARDS}
 
 
