@@ -94,7 +94,7 @@ def test_commands_are_found_that_run_and_that_are_marked() -> None:
         block for _, block in all_blocks() if block.kind in RUN_KINDS and num_commands(block)
     ]
     assert {block.not_run is None for block in commands} == {True, False}
-    assert {block.kind for block in commands} == {*RUN_KINDS}
+    assert {"bash", "python"} <= {block.kind for block in commands}
 
 
 def overrides_of(section: dict[str, Any], prefix: str = "--") -> Iterator[str]:
