@@ -59,7 +59,7 @@ def test_every_step_has_every_column_and_generator_and_trainer_agree_in_every_bi
     assert [row["weights_version"] for row in rows] == sorted(
         {row["weights_version"] for row in rows}
     )
-    assert all(row["grad_norm"] > 0 and row["reshard/bytes"] > 0 for row in rows)
+    assert all(row["grad_norm"] > 0 for row in rows)
 
 
 def test_every_completion_of_a_step_is_written_with_its_rewards_and_advantage(run: Path) -> None:
