@@ -1,8 +1,7 @@
 """Chooses and orders the tests: tiers, shards and changed files (tiers.py), and which files wait for each other.
 
-Four processes share the whole suite (`-n 4`) on 2 cores, as some tests wait more than they compute. What starts ranks
-of its own goes through one of them: two jobs of 8 ranks at a time would each look hung to the other's deadlines. A
-file's other tests stay together, as they share what they have built.
+Four processes share the whole suite (`-n 4`) on 2 cores, as some tests wait more than they compute. A file's tests stay
+together, as they share what they have built.
 """
 
 from __future__ import annotations
@@ -34,29 +33,21 @@ os.environ.pop("COLUMNS", None)
 # Of the graphs that MindSpore is asked to write, those that tests read: writing all takes longer than compiling.
 os.environ["MS_DEV_DUMP_IR_PASSES"] = "validate,hwopt_d_after_optimization"
 
+# Files of a group run in one process, one after the other.
 GROUPS = {
+    # Jobs of many ranks: two at a time would each look hung to the other's deadlines.
     "ranks": (
         "test_distributed",
-        "test_faults_in_numbers",
         "test_users_configuration",
         "test_two_hosts",
         "test_faults",
+        "test_ray_job",
         "test_resume_on_ranks",
-        "test_several_trainers",
-        "test_graph_collectives",
     ),
-    "processes": (
-        "test_engine_ends",
-        "test_engine_process",
-        "test_launch_script",
-        "test_restarts",
-        "test_wheel",
-        "test_shared_memory",
-        "test_fork_server",
-        "test_rank_log",
-        "test_launch_signals",
-        "test_health",
-    ),
+    # Share a process of transformers.
+    "vllm": ("test_engine_process", "test_engine_ends"),
+    # Look for each other's segments in shared memory.
+    "engine doubles": ("test_vllm_process", "test_vllm_devices"),
 }
 # Of the others those that take longest: short ones are left for the end, which all processes then reach together.
 LONGEST = (
@@ -72,7 +63,7 @@ LONGEST = (
     "test_full_disk",
     "test_sampling",
 )
-FIRST = (*GROUPS["ranks"], *GROUPS["processes"], *LONGEST)
+FIRST = (*(name for names in GROUPS.values() for name in names), *LONGEST)
 GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 

@@ -1,4 +1,4 @@
-"""One process of transformers, and one engine of the untied model, for all tests of the engine."""
+"""One process of transformers for all tests of the engine, and an engine of the untied model for each file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
     oracle.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     """With one worker; the last test of test_engine_process.py stops it."""
     subject = started(tmp_path_factory.mktemp("untied") / "model", "untied")

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from mindgrpo.backend import targets
 from mindgrpo.backend.targets import CANN_FOLDERS
 from mindgrpo.doctor.jobs import CheckLine, fails, ok, skipped
-from mindgrpo.run.machine_checks import installed_version, needs, release
+from mindgrpo.run.machine_checks import Numbers, installed_version, needs, release
 
 # Where MindSpore's own check of CANN refers to.
 PAGE = "https://www.mindspore.cn/install"
@@ -37,7 +37,7 @@ TOGETHER = {
     "8.2.RC1": "25.2.0",
 }
 # By MindSpore, the newest first: CANN that is published with it, and the releases of CANN that it takes.
-CANN_OF = {
+CANN_OF: dict[Numbers, tuple[str, tuple[str, ...]]] = {
     (2, 10): ("9.1.0", ("8.2", "8.3", "8.5", "9.0", "9.1")),
     (2, 9): ("9.0.0", ("8.2", "8.3", "8.5", "9.0")),
 }
