@@ -72,8 +72,9 @@ _show_progress() { # what pip is doing: one line on a terminal, elsewhere a line
 }
 
 _pip() {
-    # Uncompiled: of all these modules few are ever imported (_compile). But pip itself is, each time.
-    PYTHONDONTWRITEBYTECODE='' "$MINDGRPO_PYTHON" -m pip install \
+    # Uncompiled: of all these modules few are ever imported (_compile). But pip itself is, each time. setuptools warns
+    # of every editable installation.
+    PYTHONDONTWRITEBYTECODE='' PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}" "$MINDGRPO_PYTHON" -m pip install \
         --progress-bar off --disable-pip-version-check --no-input --no-compile "$@"
 }
 
