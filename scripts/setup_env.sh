@@ -72,8 +72,10 @@ _show_progress() { # what pip is doing: one line on a terminal, elsewhere a line
 }
 
 _pip() {
-    # Uncompiled: of all these modules few are ever imported (_compile).
-    "$MINDGRPO_PYTHON" -m pip install --progress-bar off --disable-pip-version-check --no-input --no-compile "$@"
+    # Uncompiled: of all these modules few are ever imported (_compile). But pip itself is, each time. setuptools warns
+    # of every editable installation.
+    PYTHONDONTWRITEBYTECODE='' PYTHONWARNINGS="${PYTHONWARNINGS:-ignore}" "$MINDGRPO_PYTHON" -m pip install \
+        --progress-bar off --disable-pip-version-check --no-input --no-compile "$@"
 }
 
 _install_packages() { # $1: extras
@@ -85,6 +87,8 @@ _install_packages() { # $1: extras
         *) others+=("$requirement") ;;
         esac
     done < <(sed -n '/^INSTALL_REQUIRES = \[/,/^\]/s/^ *"\([^"]*\)".*/\1/p' "$MINDGRPO_ROOT/setup.py")
+    # The pip that comes with Python may be years old: a newer one resolves in a third of the time.
+    _pip --quiet --upgrade pip 2>/dev/null || echo "  going on with the pip that is there" >&2
     # MindSpore's 0.8 GB take as long as all others, which come beside them.
     _pip --no-deps "$mindspore" &
     beside=$!
