@@ -19,6 +19,7 @@ import pytest
 from fake_pythons import fake_python
 
 from mindgrpo.health.processes import is_alive
+from mindgrpo.launch.fork_server import FIRST_COMPILE, FIRST_RENDERING
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,12 +54,11 @@ while running:
 """
 
 # Most programs of these tests use nothing of what is imported for ranks, which takes seconds of a core.
-NOTHING_FOR_RANKS = """
+NOTHING_FOR_RANKS = f"""
 import sys, types
 if any(word.endswith("fork_server.py") for word in sys.orig_argv):
     for name in ("scipy.linalg", "mindgrpo.backend.connect", "mindgrpo.trainer",
-                 "transformers.utils.chat_template_utils", "asttokens.mark_tokens",
-                 "mindspore.graph._parse.compile_config"):
+                 {FIRST_RENDERING!r}, *{FIRST_COMPILE!r}):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["mindgrpo.backend.connect"].load = lambda target: None
 """
