@@ -27,7 +27,8 @@ def begins_with_graphs() -> None:
     if "mindspore" in sys.modules:
         import mindspore as ms
 
-        ms.set_context(mode=ms.GRAPH_MODE)
+        # MindSpore's threads for large operations spin between them, and take the cores from the workers beside.
+        ms.set_context(mode=ms.GRAPH_MODE, runtime_num_threads=0, inter_op_parallel_num=1)
 
 
 @pytest.fixture(autouse=True)
