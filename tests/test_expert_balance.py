@@ -5,7 +5,9 @@ One process, random weights. Several ranks: the distributed case "experts". Does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,6 +156,27 @@ def test_a_bias_moves_by_the_rate_towards_an_even_load_and_keeps_its_bits(dtype:
         np.testing.assert_array_equal(own, addends(expected))
     for other, values in before.items():
         np.testing.assert_array_equal(policy.weights.arrays.hf_views[other], values)
+
+
+class FirstStage(CpuBackend):
+    """A rank whose neighbours are not there."""
+
+    def link(self, peer: int, shape: Sequence[int]) -> Any:
+        return None
+
+
+def test_a_stage_of_dense_layers_has_no_bias_to_move() -> None:
+    config = decoder_config(DEEPSEEK, "here")
+    assert [kind.has_experts for kind in config.layers] == [False, True]
+    layout = Layout.of(Mesh(1, 1, 2), parameter_specs(config))
+    policy = Policy(config, layout, FirstStage({}), replace(SETTINGS, bias_update_rate=0.05))
+    fill_random(policy.weights, seed=2)
+    before = {name: own.copy() for name, own in policy.weights.arrays.hf_views.items()}
+    packed = PackedRollout(batch().rollout)
+    packed.routes = {}
+    policy.move_biases(policy.pipeline.load(packed))
+    for name, own in policy.weights.arrays.hf_views.items():
+        np.testing.assert_array_equal(own, before[name])
 
 
 @pytest.mark.parametrize(
