@@ -16,7 +16,7 @@ from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import RowForm, parse_key_map
-from mindgrpo.data.prompts import PromptForm, PromptSet
+from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.row_files import Seeds
 from mindgrpo.data.sources import (
     ALONE,
@@ -42,7 +42,7 @@ from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.environment import NAME as ENVIRONMENT_NAME
-from mindgrpo.rollout.environment import EnvironmentForm, Trial
+from mindgrpo.rollout.environment import EnvironmentForm, RowsOfMixture, Trial
 from mindgrpo.rollout.turns import Turns, read_turns
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
 from mindgrpo.rollout.vllm.settings import BLOCK_MULTIPLE
@@ -365,5 +365,6 @@ def _prompts(
         )
     longest = config.generate_config.max_prompt_length
     schemas = () if turns is None else turns.schemas
-    form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "", schemas)
-    return PromptSet(examples, form, ranks)
+    mixture = turns.mixture if isinstance(turns, EnvironmentForm) else None
+    fits = longest, rl.prompt_overflow, rl.system_prompt or "", schemas
+    return PromptSet(examples, RowsOfMixture(tokenizer, *fits, mixture), ranks)
