@@ -129,7 +129,9 @@ def require_run_keys(
     for key, value in values_by_key(loaded.config).items():
         if key not in needed and needed is not RUN_KEYS:
             continue
-        elsewhere = rewards_in_code or loaded.config.rl_config.environment is not None
+        # A teacher trains without rewards, but to evaluate is to score.
+        is_judged = loaded.config.may_lack_functions and needed is RUN_KEYS
+        elsewhere = rewards_in_code or is_judged or loaded.config.rl_config.environment is not None
         is_made = elsewhere and key.startswith("reward_config.")
         of_rows = ("rl_config.dataset_file", "rl_config.eval_dataset_file")
         is_made |= key in of_rows and loaded.config.rl_config.uses_seeds
