@@ -81,9 +81,13 @@ def config_with(
     values: Mapping[str, object],
     is_supervised: bool = False,
 ) -> Loaded:
-    """Returns `config` with new `values` by key. A mapping is read like a file; None: defaults. Raises UserError."""
+    """Returns `config` with new `values` by key. A mapping is read like a file; None: defaults. Raises UserError.
+
+    One that was loaded for supervised training stays so.
+    """
     entries: dict[str, Sourced] = {}
     if isinstance(config, Loaded):
+        is_supervised |= config.is_supervised
         for key, value in values_by_key(config.config).items():
             if config.origins[key] != "default":
                 entries[key] = Sourced(value, config.origins[key])
