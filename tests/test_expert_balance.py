@@ -62,13 +62,15 @@ def test_the_gradient_is_that_of_the_definition() -> None:
     load = load_by_expert(samples, 1, EXPERTS)
     factors = balance_factors(load, CHOSEN, COEF)
     packed = np.concatenate([repeats, factors[0]]).astype(np.float32)
-    inputs = (Tensor(each.astype(np.float32)) for each in (x, weight, packed))
-    sens = Tensor(np.full_like(x, 2.0, np.float32)), Tensor(np.zeros_like(weight, np.float32))
+    scores = rng.random((TOKENS, CHOSEN))
+    inputs = [Tensor(each.astype(np.float32)) for each in (scores, x, weight, packed)]
+    np.testing.assert_array_equal(Balance()(*inputs).asnumpy(), inputs[0].asnumpy())
     gradient = ops.GradOperation(get_all=True, sens_param=True)(Balance())
-    dx, dweight, _ = (each.asnumpy() for each in gradient(*inputs, sens))
+    dscores, dx, dweight, _ = (each.asnumpy() for each in gradient(*inputs, inputs[0]))
+    np.testing.assert_array_equal(dscores, inputs[0].asnumpy())
     value = (repeats[:, None] * probabilities(x, weight) * factors).sum()
     assert value == pytest.approx(COEF * balance_loss(x[whole], weight, routes[whole]), rel=1e-6)
-    for found, of, at in ((dx - 2.0, x, 0), (dweight, weight, 1)):
+    for found, of, at in ((dx, x, 0), (dweight, weight, 1)):
         expected = np.zeros_like(of)
         for index in np.ndindex(*of.shape):
             sides = []
