@@ -41,6 +41,10 @@ def config(**keys: Any) -> Config:
         ),
         ({"delta": 4.0, "dual_clip": 3.0}, "bound the same ratios"),
         ({"loss_type": "luspo"}, "set it to sequence"),
+        (
+            {"distillation_coef": 0.5, "mask_equal_groups": True},
+            "distillation_coef 0.5 gives their tokens advantages, too; set mask_equal_groups",
+        ),
         ({"loss_type": "sapo", "epsilon_low": 0.1}, "sapo clips nothing"),
         ({"loss_type": "sapo", "vespo_k_pos": 1.0}, "does not use, but vespo"),
         (
@@ -266,6 +270,7 @@ def test_recipes_and_the_pages_settings_load_without_a_warning_but_that_of_one_u
     recipes = [path.read_text("utf-8") for path in RECIPES.glob("*.yaml")]
     assert len(blocks) == 1 and len(recipes) > 15
     for text in blocks + recipes:
+        Config.model_validate(yaml.safe_load(text))
         found = told(**yaml.safe_load(text)["rl_config"], num_generations=16).splitlines()
         assert not [line for line in found if line.startswith("warning") and "1, so" not in line]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,6 +281,35 @@ def test_rows_that_are_solved_are_passed_over_until_none_is_left(tokenizer: Toke
     sampler.solved = set(range(7))
     at = sampler.position
     assert sampler.next_positions(3) == [at, at + 1, at + 2] and not sampler.solved
+
+
+class Numbered(Sequence[Any]):
+    """Prompts of rows 0, 2, 4, ... of a data set, which counts what is taken of them."""
+
+    def __init__(self, size: int) -> None:
+        self.indices, self.taken = 2 * np.arange(size, dtype=np.int32), 0
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, number: Any) -> Any:
+        self.taken += 1
+        return SimpleNamespace(index=int(self.indices[number]))
+
+
+def test_what_is_solved_of_a_large_data_set_is_passed_over_without_a_look_at_it() -> None:
+    prompts: Any = Numbered(5000)
+    sampler, left = PromptSource(prompts, 5, 3), {8, 4000, 9998}
+    sampler.solved = set(prompts.indices.tolist()) - left
+    epoch_order.cache_clear()
+    drawn = [prompt.index for _ in range(4) for prompt in sampler.take(2)]
+    orders = [2 * epoch_order(5000, 5, epoch) for epoch in range(3)]
+    expected = [row for order in orders for row in order.tolist() if row in left]
+    assert drawn == expected[:8] and prompts.taken == 8
+    # An epoch has one order, however often it is asked for.
+    assert epoch_order.cache_info().misses == 3
+    at = np.flatnonzero(orders[2] == expected[7])[0]
+    assert sampler.position == 2 * 5000 + at + 1
 
 
 def config(tmp_path: Path, text: str, *overrides: str) -> Any:

@@ -186,7 +186,9 @@ def test_rows_meet_environments_by_weight_by_column_and_always_the_same() -> Non
     for name, number in (("a.py:A", 0), ("dir/b.py:B(x=2)", 2)):
         rows = [Opening({"environment": name}, "", str(row)) for row in range(9)]
         assert {met.number_of(row) for row in rows} == {number}
-    with pytest.raises(UserError, match=r"column environment is 'c', but .* has a.py:A, "):
+    with pytest.raises(
+        UserError, match=r"a row: the column environment is 'c', but .* has a.py:A, "
+    ):
         met.number_of(Opening({"environment": "c"}, ""))
     server = "openenv:http://host:80"
     assert Mixture.read(["a.py:A", server]).names == ("a.py:A", "openenv:host:80")

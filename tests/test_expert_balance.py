@@ -5,7 +5,9 @@ One process, random weights. Several ranks: the distributed case "experts". Does
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,13 +62,15 @@ def test_the_gradient_is_that_of_the_definition() -> None:
     load = load_by_expert(samples, 1, EXPERTS)
     factors = balance_factors(load, CHOSEN, COEF)
     packed = np.concatenate([repeats, factors[0]]).astype(np.float32)
-    inputs = (Tensor(each.astype(np.float32)) for each in (x, weight, packed))
-    sens = Tensor(np.full_like(x, 2.0, np.float32)), Tensor(np.zeros_like(weight, np.float32))
+    scores = rng.random((TOKENS, CHOSEN))
+    inputs = [Tensor(each.astype(np.float32)) for each in (scores, x, weight, packed)]
+    np.testing.assert_array_equal(Balance()(*inputs).asnumpy(), inputs[0].asnumpy())
     gradient = ops.GradOperation(get_all=True, sens_param=True)(Balance())
-    dx, dweight, _ = (each.asnumpy() for each in gradient(*inputs, sens))
+    dscores, dx, dweight, _ = (each.asnumpy() for each in gradient(*inputs, inputs[0]))
+    np.testing.assert_array_equal(dscores, inputs[0].asnumpy())
     value = (repeats[:, None] * probabilities(x, weight) * factors).sum()
     assert value == pytest.approx(COEF * balance_loss(x[whole], weight, routes[whole]), rel=1e-6)
-    for found, of, at in ((dx - 2.0, x, 0), (dweight, weight, 1)):
+    for found, of, at in ((dx, x, 0), (dweight, weight, 1)):
         expected = np.zeros_like(of)
         for index in np.ndindex(*of.shape):
             sides = []
@@ -154,6 +158,27 @@ def test_a_bias_moves_by_the_rate_towards_an_even_load_and_keeps_its_bits(dtype:
         np.testing.assert_array_equal(own, addends(expected))
     for other, values in before.items():
         np.testing.assert_array_equal(policy.weights.arrays.hf_views[other], values)
+
+
+class FirstStage(CpuBackend):
+    """A rank whose neighbours are not there."""
+
+    def link(self, peer: int, shape: Sequence[int]) -> Any:
+        return None
+
+
+def test_a_stage_of_dense_layers_has_no_bias_to_move() -> None:
+    config = decoder_config(DEEPSEEK, "here")
+    assert [kind.has_experts for kind in config.layers] == [False, True]
+    layout = Layout.of(Mesh(1, 1, 2), parameter_specs(config))
+    policy = Policy(config, layout, FirstStage({}), replace(SETTINGS, bias_update_rate=0.05))
+    fill_random(policy.weights, seed=2)
+    before = {name: own.copy() for name, own in policy.weights.arrays.hf_views.items()}
+    packed = PackedRollout(batch().rollout)
+    packed.routes = {}
+    policy.move_biases(policy.pipeline.load(packed))
+    for name, own in policy.weights.arrays.hf_views.items():
+        np.testing.assert_array_equal(own, before[name])
 
 
 @pytest.mark.parametrize(

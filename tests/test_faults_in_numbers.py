@@ -12,13 +12,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_runs import input_keys, make_inputs
 
+from mindgrpo.cli import replay
 from mindgrpo.errors import UserError
 from mindgrpo.run import batch_dump as dump
+from mindgrpo.training.policy import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
@@ -111,6 +114,8 @@ def test_it_is_named_with_its_step_and_rank(
     kept = dump.read(folder / "dumps" / f"step_{step:06d}")
     assert kept.about.cause == words
     assert kept.about.members == list(range(16))
+    # That of step 3 was made.
+    assert kept.about.updates == (step > 3)
 
 
 def test_the_batch_is_replayed_with_the_weights_that_saw_it(
@@ -134,6 +139,21 @@ def test_the_batch_is_replayed_with_the_weights_that_saw_it(
     assert again["samples whose log-probs are not finite now"] == []
     assert float(again["largest gap to the generator's log-probs"].split()[0]) < 1e-3
     assert again["update"].startswith("not made again")
+
+
+def test_a_replay_draws_its_random_numbers_as_the_update_did(
+    skipping: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By how many updates the policy has made."""
+    made: list[int] = []
+
+    def kept(policy: Policy, *_: object) -> SimpleNamespace:
+        made.append(policy.updates)
+        return SimpleNamespace(loss=0.0, grad_norm=0.0)
+
+    monkeypatch.setattr("mindgrpo.training.update.update", kept)
+    replay.main([str(skipping[0] / "dumps" / "step_000005")])
+    assert made == [1]
 
 
 @pytest.mark.parametrize(

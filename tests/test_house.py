@@ -231,6 +231,26 @@ def test_device_words_are_said_in_the_backend_only() -> None:
     assert wrong == []
 
 
+def test_cells_with_a_gradient_of_their_own_do_not_return_inputs_side_by_side() -> None:
+    """Later layers would read other numbers: docs/extending.md, "A cell with a gradient of its own"."""
+    own: dict[str, ast.FunctionDef] = {}
+    for path in sources("mindgrpo"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for cell in (node for node in nodes if isinstance(node, ast.ClassDef)):
+            methods = {node.name: node for node in cell.body if isinstance(node, ast.FunctionDef)}
+            if {"bprop", "construct"} <= methods.keys():
+                own[f"{name_of(path)} {cell.name}"] = methods["construct"]
+    assert len(own) >= 13
+    wrong = []
+    for name, construct in own.items():
+        inputs = {argument.arg for argument in construct.args.args}
+        for node in ast.walk(construct):
+            if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
+                returned = {each.id for each in node.value.elts if isinstance(each, ast.Name)}
+                wrong += [f"{name} returns {each}" for each in sorted(returned & inputs)]
+    assert wrong == []
+
+
 @pytest.fixture(autouse=True, scope="module")
 def outliers() -> None:
     """Warns of files and functions that have grown long; a subject may need it."""

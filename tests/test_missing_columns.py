@@ -149,6 +149,28 @@ def test_an_environment_needs_no_answers(
     assert "4 of 4 rows kept; reset returns" in capsys.readouterr().out
 
 
+def test_a_row_that_names_an_environment_that_there_is_not_is_named_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever row it is: those that are tried before a run are the first."""
+    (tmp_path / "games.py").write_text(
+        "class One:\n    def reset(self, row):\n        return 'play'\n"
+        "    def step(self, completion):\n        return [], 1.0, True\nclass Two(One):\n    pass\n"
+    )
+    rows = [{"prompt": "1", "environment": f"games.py:{name}"} for name in ("One", "Two", "Three")]
+    path = write_lines(tmp_path / "rows.jsonl", *rows)
+    both = f"[{tmp_path}/games.py:One, {tmp_path}/games.py:Two]"
+    words = ["--rl_config.environment", both, "--verifier_function", "[]"]
+    words += ["--rl_config.chat_template", "qwen"]
+    assert check(tmp_path, path, *words) == 2
+    told = capsys.readouterr().err
+    assert (
+        f"{path}:3: the column environment is 'games.py:Three', but rl_config.environment" in told
+    )
+    write_lines(path, *rows[:2])
+    assert check(tmp_path, path, *words) == 0
+
+
 def test_all_that_a_row_lacks_is_named_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ class Task:
     def __init__(self, num_groups: int, rounds: Sequence[Sequence[float]], texts: bool) -> None:
         self._num_groups, self._rounds, self._texts = num_groups, list(rounds), texts
         self.replaced: list[list[int]] = []
+        self.solved: list[int] = []
         self._taken = 0
 
     def _take(self, count: int) -> list[Any]:
@@ -84,6 +85,9 @@ class Task:
         self.replaced.append(list(groups))
         return self._take(len(groups))
 
+    def solve(self, groups: Sequence[int]) -> None:
+        self.solved += groups
+
     def owners(self, group_ids: Sequence[int]) -> list[Any]:
         return list(group_ids)
 
@@ -93,14 +97,17 @@ class Task:
         assert len(values) == len(rollout)
         reports = {"f": Report({"errors": 1})}
         scores = Scores({"f": values.astype(float)}, values, values != values, reports)
+        scores = scores.filled(rollout.group_ids)
         return Scored(scores, [f"text {value:g}" for value in values] if self._texts else [])
 
 
 def collected(
-    rewards: Sequence[Sequence[float]], rounds: int, texts: bool = True
+    rewards: Sequence[Sequence[float]], rounds: int, texts: bool = True, **more: Any
 ) -> tuple[Rollout, Scored, Resampling | None, Task, Engine]:
     engine, task = Engine(), Task(len(rewards[0]) // GROUP, rewards, texts)
-    settings = StepSettings(GROUP, SEED, SAMPLING, AdvantageConfig(GROUP), resampling_rounds=rounds)
+    settings = StepSettings(
+        GROUP, SEED, SAMPLING, AdvantageConfig(GROUP), resampling_rounds=rounds, **more
+    )
     roles = SimpleNamespace(refresh_engine=lambda: None, enter_rollout=lambda: VERSION)
     replicas = Replicas(engine, Mesh(1, 1), Alone())  # type: ignore[arg-type]
     stepper = Stepper(settings, roles, replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
@@ -143,6 +150,18 @@ def test_nothing_is_drawn_again_where_every_group_teaches_or_nobody_asked() -> N
     assert task.replaced == [] and resampling == Resampling(0, 0, 0.5)
     _, _, resampling, task, _ = collected([[1, 1, 0, 1]], 0)
     assert task.replaced == [] and resampling is None
+
+
+def test_a_prompt_is_solved_by_samples_that_passed_not_by_those_whose_reward_failed() -> None:
+    failed = float("nan")
+    rewards = [1, 1, failed, failed, 1, failed, 1, 0]
+    for share, solved in ((1.0, [0]), (0.5, [0, 2, 3])):
+        _, scored, _, task, _ = collected(
+            [rewards], 0, no_positive_resampling=share, pass_threshold=0.7
+        )
+        # Failed samples have the mean of their group's others, or of all: enough to pass.
+        assert scored.scores.total.tolist() == pytest.approx([1, 1, 0.8, 0.8, 1, 1, 1, 0])
+        assert task.solved == solved
 
 
 def test_texts_that_are_not_those_of_the_replaced_samples_are_refused() -> None:

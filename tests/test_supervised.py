@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_models import BOUNDS, read_golden
-from small_runs import input_keys, make_inputs, model_bits, rows
+from small_runs import NUM_ROWS, input_keys, make_inputs, model_bits, rows
 
 from mindgrpo import GRPOTrainer, SFTTrainer
 from mindgrpo.algorithm.loss_config import LossConfig
@@ -27,13 +27,16 @@ from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Loaded, config_with, load_config
+from mindgrpo.config.command_line import parse_evaluation
 from mindgrpo.errors import UserError
+from mindgrpo.grpo import supervised as supervised_step
 from mindgrpo.grpo.settings import loss_config
-from mindgrpo.grpo.supervised import rows_as_rollout
+from mindgrpo.grpo.supervised import in_pieces, rows_as_rollout
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.monitor.curve import draw_curve
 from mindgrpo.report.facts import facts
 from mindgrpo.report.run_folder import read_run
+from mindgrpo.run.stop_signals import Stop
 from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import accumulate_gradients, update
@@ -145,6 +148,62 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(inputs: Path, whole: Path) -
     assert rows(again) == rows(whole)
     assert model_bits(again) == model_bits(whole)
     assert steps_in(again) == steps_in(whole)
+
+
+def test_a_loss_of_held_out_rows_is_that_of_all_however_few_are_packed_at_a_time(
+    inputs: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row an update: then three held-out rows at a time, which have no more tokens than one of the longest."""
+    counts: list[int] = []
+    compute = supervised_step.compute_log_probs
+
+    def counted(pipeline: Any, mesh: Any, backend: Any, packed: PackedRollout) -> Any:
+        counts.append(len(packed.rollout))
+        return compute(pipeline, mesh, backend, packed)
+
+    monkeypatch.setattr(supervised_step, "compute_log_probs", counted)
+    keys = {"rl_config.prompts_per_step": 1, "rl_config.max_steps": 1, "rl_config.eval_steps": 0}
+    run = SFTTrainer(loaded(inputs, inputs / "pieces", **keys)).train()
+    assert len(counts) > 2 and sum(counts) == 2 * NUM_ROWS
+    before = [json.loads((own / "summary.json").read_text())["eval_before"] for own in (run, whole)]
+    assert before[0]["loss"] == pytest.approx(before[1]["loss"], rel=1e-6)
+
+
+def test_rows_are_held_out_in_pieces_of_so_many_tokens() -> None:
+    rows: Any = [Row(np.zeros(count, np.int32)) for count in (3, 4, 9, 1, 2, 4, 1)]
+    pieces = [[len(row.ids) for row in piece] for piece in in_pieces(rows, 7)]
+    assert pieces == [[3, 4], [9], [1, 2, 4], [1]]
+    assert not [*in_pieces([], 7)]
+
+
+def test_training_that_is_called_again_after_a_stop_is_still_supervised(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it draws is a curve of losses."""
+    trainer = SFTTrainer(loaded(inputs, inputs / "stopped"))
+    record, stopping = trainer.run.record, trainer.run.stopping
+
+    def stop() -> None:
+        if len(rows(record.directory)) == 2:
+            raise Stop("asked to stop", 0)
+
+    monkeypatch.setattr(stopping, "check_time", stop)
+    trainer.train()
+    trainer.train()
+    assert trainer.run is not None and trainer.run.record is not record
+    assert trainer.run.record._picture.name == record._picture.name == "loss_curve.png"
+    assert len(rows(trainer.run.record.directory)) == STEPS
+
+
+def test_an_evaluation_of_its_model_says_that_its_configuration_generates_nothing(
+    whole: Path, inputs: Path
+) -> None:
+    words = ["--model", str(whole), "--reward_config.verifier_function", "accuracy_reward"]
+    for model in (whole, whole / "hf"):
+        with pytest.raises(UserError, match="does not say how to generate; add --config FILE"):
+            parse_evaluation(["--model", str(model), *words[2:]])
+    line = parse_evaluation(["--config", str(inputs / "small.yaml"), *words])
+    assert line.files == [inputs / "small.yaml"]
 
 
 def test_ranks_of_another_layout_compute_the_same(inputs: Path, whole: Path) -> None:

@@ -6,16 +6,25 @@ Does not prove what it computes: test_advantages.py and test_distributed.py do.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+from tables import each_row
 
+from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.config.schema import Config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
-from mindgrpo.run.preflight import check_vocabulary, prepare, read_teacher, read_tokenizer
+from mindgrpo.run.preflight import (
+    check_vocabulary,
+    prepare,
+    read_teacher,
+    read_tokenizer,
+    scorer_of,
+)
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "grpo" / "tiny_arithmetic"
 MODEL = EXAMPLE / "model"
@@ -52,6 +61,60 @@ def test_a_reference_of_the_same_shapes_is_no_teacher_and_one_of_others_is(teach
     assert read_teacher(config_of(teacher, *off, "--rl_config.distillation_coef", "1"), model)
     with pytest.raises(UserError, match=r"sync_ref_model is true.*cannot become a copy of it"):
         read_teacher(config_of(teacher, "--ref_config.sync_ref_model", "true"), model)
+
+
+def test_a_teacher_alone_trains_where_no_reward_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Left empty on the command line or in a file; an evaluation has nothing to measure then."""
+    written = (EXAMPLE / "grpo_config.yaml").read_text("utf-8")
+    empty = re.sub(r"(verifier_(function|weight):).*", r"\1", written)
+    assert empty != written
+    (tmp_path / "empty.yaml").write_text(empty, "utf-8")
+    paths = {
+        "actor_config.load": MODEL,
+        "ref_config.load": MODEL,
+        "rl_config.dataset_file": EXAMPLE / "train.jsonl",
+        "rl_config.eval_dataset_file": EXAMPLE / "heldout.jsonl",
+        "rl_config.beta": 0,
+    }
+    words = [word for key, value in paths.items() for word in (f"--{key}", str(value))]
+    of_file = ["check", "--config", str(tmp_path / "empty.yaml"), *words]
+    of_line = ["check", "--config", str(EXAMPLE / "grpo_config.yaml"), *words]
+    of_line += ["--reward_config.verifier_function=[]", "--reward_config.verifier_weight=null"]
+    for given in (of_file, of_line):
+        assert main([*given, "--rl_config.distillation_coef", "1"]) == 0
+        assert "rewards   none: the teacher's log-probs alone" in capsys.readouterr().out
+        assert main(given) == 2
+        assert "verifier_function (the reward functions) is not set" in capsys.readouterr().err
+    evaluation = ["check", "eval", *of_file[1:], "--rl_config.distillation_coef", "1"]
+    assert main(evaluation) == 2
+    assert "verifier_function (the reward functions) is not set" in capsys.readouterr().err
+
+
+@each_row(
+    ("key", "value", "rewards", "told"),
+    [
+        ("dynamic_sampling", "true", [], "set dynamic_sampling to false"),
+        ("dynamic_sampling", "true", [0.0], "set dynamic_sampling to false"),
+        ("dynamic_sampling", "true", [0.5], None),
+        ("no_positive_resampling", "0.9", [], "leave no_positive_resampling out"),
+        ("advantage_estimator", "gdpo", [], "leave advantage_estimator out"),
+        ("advantage_estimator", "remax", [0.0], "leave advantage_estimator out"),
+        ("advantage_estimator", "rloo", [], None),
+    ],
+)
+def test_what_is_about_rewards_is_refused_where_none_are_earned(
+    key: str, value: str, rewards: list[float], told: str | None
+) -> None:
+    words = (f"--rl_config.{key}", value, "--rl_config.distillation_coef", "1")
+    config = config_of(MODEL, *words)
+    functions = ["accuracy_reward"] * len(rewards)
+    if told is None:
+        scorer_of(config, functions, rewards).close()
+        return
+    with pytest.raises(UserError, match=told):
+        scorer_of(config, functions, rewards)
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path) -> None:

@@ -102,6 +102,7 @@ def test_a_dumped_batch_has_it(tmp_path: Path) -> None:
         members=[0],
         lr=0.0,
         weights_version=3,
+        updates=3,
         finish_reasons=[STOPPED] * 2,
         groups=[0, 0],
     )

@@ -128,6 +128,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
     load_weights(policy.weights if policy.adapters else policy.masters, weights)
     policy.masters_changed()
+    policy.updates = kept.about.updates
     batch, members = kept.batch, kept.about.members
     packed = PackedRollout(batch.rollout)
     outcome: dict[str, Any] = {"weights": str(weights)}

@@ -15,6 +15,32 @@ def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
     yield from _kl_in_reward(rl)
     yield from _old_of_generator(rl)
     yield from _switched_off(rl)
+    if rl.distillation_coef and rl.mask_equal_groups:
+        yield (
+            "rl_config.mask_equal_groups leaves out groups whose rewards are all equal, but "
+            f"rl_config.distillation_coef {rl.distillation_coef:g} gives their tokens advantages, too; set "
+            "mask_equal_groups to false"
+        )
+
+
+def without_rewards(rl: RLConfig) -> Iterator[str]:
+    """Yields a sentence for each key that is about rewards, of a run in which every sample earns 0."""
+    why = "and without rewards (no function, or weights of 0)"
+    if rl.dynamic_sampling:
+        yield (
+            f"rl_config.dynamic_sampling replaces groups whose rewards are all equal, {why} all are; set "
+            "dynamic_sampling to false"
+        )
+    if rl.no_positive_resampling is not None:
+        yield (
+            f"rl_config.no_positive_resampling {rl.no_positive_resampling:g} passes over prompts by their rewards, "
+            f"{why} there is nothing to go by; leave no_positive_resampling out"
+        )
+    if rl.advantage_estimator in ("gdpo", "remax"):
+        yield (
+            f"rl_config.advantage_estimator {rl.advantage_estimator} compares rewards, {why} there are none to "
+            "compare; leave advantage_estimator out"
+        )
 
 
 def _loss(rl: RLConfig) -> Iterator[str]:

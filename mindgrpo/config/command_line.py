@@ -9,6 +9,7 @@ from pathlib import Path
 from mindgrpo.config.names import SECTIONS, aliases, nearest, suggestion
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
+from mindgrpo.config.supervised import is_of_supervised
 from mindgrpo.errors import UserError
 
 CONFIG = "--config"
@@ -119,7 +120,7 @@ class EvaluationLine:
 def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
     """Parses `argv` without the verb; a model in a run's folder has the run's configuration. Raises UserError."""
     words: list[str] = []
-    own_config: list[str] = []
+    own_config: list[Path] = []
     flags: dict[str, str] = {}
     own = {"--step": "0", "--output": "", "--completions": ""}
     for flag, value in split_overrides(argv, switches=("--greedy",)):
@@ -129,7 +130,7 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
             # A model for all roles is the generator's, too.
             words += [f"--actor_config.load={model_in(value)}", "--generate_config.load="]
             flags["actor_config.load"] = flag
-            own_config = [f"{CONFIG}={path}" for path in _configurations_of(value)]
+            own_config = _configurations_of(value)
         elif flag == "--greedy":
             if value.lower() not in MODES:
                 raise UserError(
@@ -139,7 +140,11 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
         else:
             words.append(f"{SHORT.get(flag, flag)}={value}")
     has_config = any(word.startswith(f"{CONFIG}=") for word in words)
-    files, overrides = parse_command_line(words if has_config else [*own_config, *words])
+    if not has_config:
+        _refuse_supervised(own_config)
+    files, overrides = parse_command_line(
+        words if has_config else [*(f"{CONFIG}={path}" for path in own_config), *words]
+    )
     step, *written = own.values()
     if not step.isdecimal():
         raise UserError(
@@ -161,6 +166,16 @@ def _configurations_of(model: str) -> list[Path]:
     """Returns the file with a run's resolved configuration, where `model` is a run's folder or in it."""
     paths = [folder / RESOLVED for folder in (Path(model), Path(model).parent)]
     return [path for path in paths if path.is_file()][:1]
+
+
+def _refuse_supervised(paths: Sequence[Path]) -> None:
+    """Raises UserError for a configuration that does not say how to generate, as supervised training generates none."""
+    for path in paths:
+        if is_of_supervised(path.read_text("utf-8", errors="replace")):
+            raise UserError(
+                f"--model is of supervised training, whose configuration ({path}) does not say how to generate; add "
+                "--config FILE.yaml with generate_config, such as the one of the run of GRPO that is to follow."
+            )
 
 
 def model_in(path: str) -> str:

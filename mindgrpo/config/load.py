@@ -81,9 +81,13 @@ def config_with(
     values: Mapping[str, object],
     is_supervised: bool = False,
 ) -> Loaded:
-    """Returns `config` with new `values` by key. A mapping is read like a file; None: defaults. Raises UserError."""
+    """Returns `config` with new `values` by key. A mapping is read like a file; None: defaults. Raises UserError.
+
+    One that was loaded for supervised training stays so.
+    """
     entries: dict[str, Sourced] = {}
     if isinstance(config, Loaded):
+        is_supervised |= config.is_supervised
         for key, value in values_by_key(config.config).items():
             if config.origins[key] != "default":
                 entries[key] = Sourced(value, config.origins[key])
@@ -129,7 +133,9 @@ def require_run_keys(
     for key, value in values_by_key(loaded.config).items():
         if key not in needed and needed is not RUN_KEYS:
             continue
-        elsewhere = rewards_in_code or loaded.config.rl_config.environment is not None
+        # A teacher trains without rewards, but to evaluate is to score.
+        is_judged = loaded.config.may_lack_functions and needed is RUN_KEYS
+        elsewhere = rewards_in_code or is_judged or loaded.config.rl_config.environment is not None
         is_made = elsewhere and key.startswith("reward_config.")
         of_rows = ("rl_config.dataset_file", "rl_config.eval_dataset_file")
         is_made |= key in of_rows and loaded.config.rl_config.uses_seeds

@@ -12,6 +12,7 @@ from mindgrpo.config.section import (
     BEFORE_LIST,
     BEFORE_NAME,
     BEFORE_UPPER,
+    NULL_IS_EMPTY,
     OptionalText,
     Section,
     spelled,
@@ -293,9 +294,9 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
 
 
 class RewardConfig(Section):
-    verifier_function: list[str] = []
+    verifier_function: Annotated[list[str], NULL_IS_EMPTY] = []
     """reward functions: names of built-in functions, module:function or file.py:function, each
-    optionally with (argument=value)"""
+    optionally with (argument=value); may be empty with rl_config.environment or rl_config.distillation_coef"""
     verifier_weight: list[float] | None = None
     """weight of each function; null: 1.0 for each"""
     environment_weight: float = 1.0

@@ -75,6 +75,11 @@ class Config(Section):
         return self.rl_config.beta > 0 or self.rl_config.distillation_coef > 0
 
     @property
+    def may_lack_functions(self) -> bool:
+        """Returns whether samples are judged without a reward function: by their environment, or by a teacher."""
+        return self.rl_config.environment is not None or self.rl_config.distillation_coef > 0
+
+    @property
     def reference_parallel(self) -> ParallelConfig:
         return self.ref_config.parallel_config or self.actor_config.parallel_config
 

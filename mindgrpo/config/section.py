@@ -43,6 +43,8 @@ def spelled(true: object, false: object) -> BeforeValidator:
 OptionalText = Annotated[str | None, _of_text(lambda text: text or None)]
 BEFORE_TEXT = BeforeValidator(lambda value: "" if value is None else value)
 BEFORE_LIST = _of_text(lambda text: [word.strip() for word in text.split(",") if word.strip()])
+# A key of a list that is left empty in the file.
+NULL_IS_EMPTY = BeforeValidator(lambda value: [] if value is None else value)
 BEFORE_NAME = _of_text(lambda text: text.lower() or None)
 BEFORE_UPPER = _of_text(str.upper)
 

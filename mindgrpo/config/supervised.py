@@ -55,6 +55,11 @@ _FIXED: dict[str, object] = {
 }
 
 
+def is_of_supervised(resolved: str) -> bool:
+    """Returns whether the text of a config_resolved.yaml is that of a run of supervised training."""
+    return any(line.endswith(f"  # {ORIGIN}") for line in resolved.splitlines())
+
+
 def is_read(key: str) -> bool:
     """Returns whether supervised training reads a key of the configuration."""
     in_section = key.split(".")[0] in _SECTIONS and key not in _OF_ROLLOUTS

@@ -7,6 +7,7 @@ setting that number, and the rows that are not to be drawn again, resumes it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -60,20 +61,28 @@ class PromptSource:
         """Takes the next `count` prompts in the run's order and returns their positions."""
         if len(self.solved) >= len(self._prompts):
             self.solved.clear()
+        if not self.solved:
+            begin, self.position = self.position, self.position + count
+            return list(range(begin, self.position))
+        indices = self._prompts.indices
+        is_solved = np.zeros(int(indices.max()) + 1, bool)
+        is_solved[np.fromiter(self.solved, np.int64, len(self.solved))] = True
         taken: list[int] = []
         while len(taken) < count:
-            begin, self.position = self.position, self.position + count - len(taken)
-            ahead = range(begin, self.position)
-            drawn = zip(ahead, self.at(ahead), strict=True)
-            taken += [at for at, p in drawn if not self.solved or p.index not in self.solved]
+            rest = self._order(self.epoch)[self.position % len(self._prompts) :]
+            ahead = np.flatnonzero(~is_solved[indices[rest]])[: count - len(taken)]
+            taken += (ahead + self.position).tolist()
+            is_enough = len(taken) == count
+            self.position = taken[-1] + 1 if is_enough else self.position + len(rest)
         return taken
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Returns the prompts that are drawn at these positions."""
         size = len(self._prompts)
-        epochs = {position // size for position in positions}
-        orders = {epoch: epoch_order(size, self._seed, epoch) for epoch in epochs}
-        return [self._prompts[int(orders[at // size][at % size])] for at in positions]
+        return [self._prompts[int(self._order(at // size)[at % size])] for at in positions]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return epoch_order(len(self._prompts), self._seed, epoch)
 
     @property
     def epoch(self) -> int:
@@ -81,8 +90,12 @@ class PromptSource:
         return self.position // len(self._prompts)
 
 
+# Each step asks for the order of one epoch, or of two, and of a large data set a permutation takes long.
+@lru_cache(maxsize=4)
 def epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Returns a permutation of `size` indices, int64."""
+    """Returns a permutation of `size` indices, int64, which cannot be written to."""
     # One counter-based stream for each (seed, epoch): nothing to carry over, so nothing to resume.
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).permutation(size)
+    order = np.random.Generator(np.random.Philox(key=key)).permutation(size)
+    order.setflags(write=False)
+    return order

@@ -230,6 +230,7 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
 class PromptSet(Sequence[Prompt]):
     """All prompts of a data set. Each of `ranks` encodes its share and every one ends with the same set.
 
+    `indices` int32 [prompts] are the numbers of their rows, of which those of dropped rows are missing.
     Raises UserError on every rank for what is wrong in one rank's share, and where no prompt is left.
     """
 
@@ -249,7 +250,7 @@ class PromptSet(Sequence[Prompt]):
         self.unanswered = next((share.unanswered for share in shares if share.unanswered), "")
         self._ids = np.concatenate([share.ids for share in shares])
         self._ends = np.cumsum(np.concatenate([share.lengths for share in shares]), dtype=np.int64)
-        self._indices = np.concatenate([share.indices for share in shares])
+        self.indices = np.concatenate([share.indices for share in shares])
         self.num_dropped = len(examples) - len(self)
         if not len(self):
             raise UserError(
@@ -258,7 +259,7 @@ class PromptSet(Sequence[Prompt]):
             )
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     @overload
     def __getitem__(self, number: int) -> Prompt: ...
@@ -269,7 +270,7 @@ class PromptSet(Sequence[Prompt]):
             return [self[each] for each in range(*number.indices(len(self)))]
         number = range(len(self))[number]
         start = self._ends[number - 1] if number else 0
-        return Prompt(self, int(self._indices[number]), self._ids[start : self._ends[number]])
+        return Prompt(self, int(self.indices[number]), self._ids[start : self._ends[number]])
 
     @cached_property
     def fingerprint(self) -> str:

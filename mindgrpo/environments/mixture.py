@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -51,17 +51,27 @@ class Mixture:
 
     def number_of(self, opening: Opening) -> int:
         """Returns which environment a row meets: that of its column, or one drawn for the row. Raises UserError."""
-        named = None if self.is_single else opening.row.get(COLUMN)
+        named = self.named_by(opening.row)
+        if named is not None:
+            return named
+        *bounds, total = accumulate(self.weights)
+        return bisect_right(bounds, total * random.Random(opening.draw).random())
+
+    def named_by(self, row: Mapping[str, Any], where: str = "a row") -> int | None:
+        """Returns which environment a row's column names, None where it names none. Raises UserError.
+
+        `where` is the row's place for the error.
+        """
+        named = None if self.is_single else row.get(COLUMN)
         for known in (self.names, self.texts):
             if named in known:
                 return known.index(named)
         if named is not None:
             raise UserError(
-                f"a row's column {COLUMN} is {named!r}, but {ENVIRONMENT.key} has {', '.join(self.names)}; add it "
-                "there or correct the row"
+                f"{where}: the column {COLUMN} is {named!r}, but {ENVIRONMENT.key} has {', '.join(self.names)}; add "
+                "it there or correct the row"
             )
-        *bounds, total = accumulate(self.weights)
-        return bisect_right(bounds, total * random.Random(opening.draw).random())
+        return None
 
     def load(self) -> Callable[[Opening], Any]:
         """Returns what makes the environment that a row meets. Raises UserError for one that cannot be loaded."""

@@ -256,8 +256,9 @@ class Stepper:
         with self._phase("score"):
             scored = self._scorer.score(rollout, self._prompts.owners(rollout.group_ids))
         if settings.no_positive_resampling is not None:
-            passed = scored.scores.total.reshape(-1, settings.num_generations)
-            rates = (passed >= settings.pass_threshold).mean(1)
+            # What a reward failed on has the mean of others, but earned nothing.
+            passed = (scored.scores.total >= settings.pass_threshold) & ~scored.scores.failed
+            rates = passed.reshape(-1, settings.num_generations).mean(1)
             of_groups = rollout.group_ids[:: settings.num_generations]
             are_solved = (rates >= settings.no_positive_resampling).tolist()
             self._prompts.solve(

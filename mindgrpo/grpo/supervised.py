@@ -7,7 +7,7 @@ that are learnt, over the whole update.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,11 +108,34 @@ def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int
 
 
 def held_out_loss(roles: TrainedRoles, rows: Sequence[Prompt]) -> float:
-    """Computes the mean negative log-likelihood of the rows' learnt tokens, in nats; all ranks together."""
-    policy, rollout = roles.policy, rows_as_rollout(rows)
+    """Computes the mean negative log-likelihood of the rows' learnt tokens, in nats; all ranks together.
+
+    What is packed and planned at a time has as many tokens as an update may have, however many rows are held out.
+    """
+    policy, plan = roles.policy, roles.plan
+    mesh, total, count = policy.weights.layout.mesh, 0.0, 0
+    most = plan.batch.prompts_per_step * plan.config.rl_config.seq_length
     with roles.backend.computing():
         roles.enter("old_logps")
-        mesh = policy.weights.layout.mesh
-        logps = compute_log_probs(policy.pipeline, mesh, roles.backend, PackedRollout(rollout))
-    own = zip(logps, rollout.action_mask, strict=True)
-    return -float(np.concatenate([values[mask] for values, mask in own]).mean(dtype=np.float64))
+        for some in in_pieces(rows, most):
+            rollout = rows_as_rollout(some)
+            packed = PackedRollout(rollout)
+            logps = compute_log_probs(policy.pipeline, mesh, roles.backend, packed)
+            for values, mask in zip(logps, rollout.action_mask, strict=True):
+                total += float(values[mask].sum(dtype=np.float64))
+                count += int(mask.sum())
+    return -total / count
+
+
+def in_pieces(rows: Sequence[Prompt], most: int) -> Iterator[list[Prompt]]:
+    """Yields the rows in order, together as many as have at most `most` tokens; a longer one alone."""
+    piece: list[Prompt] = []
+    tokens = 0
+    for row in rows:
+        if piece and tokens + len(row.ids) > most:
+            yield piece
+            piece, tokens = [], 0
+        piece.append(row)
+        tokens += len(row.ids)
+    if piece:
+        yield piece

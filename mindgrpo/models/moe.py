@@ -55,14 +55,15 @@ class MixtureOfExperts(nn.Cell):
         if self.reads_plan:
             routes, order, counts, home, by_expert, as_arrived, balance = plan
             choice = routes
-            if self.balances:
-                x, gate = self.balance(x, gate, balance)
             y = self.experts(self.take(x, order, home), counts, by_expert, as_arrived)
         else:
             choice = self.chosen(x, gate)
             routes = choice[0]
             y, order, home = self.experts(x, routes)
-        out = self.sum(y, self.router(x, gate, routes), order, home)
+        scores = self.router(x, gate, routes)
+        if self.balances:
+            scores = self.balance(scores, x, gate, balance)
+        out = self.sum(y, scores, order, home)
         if self.chooses and self.reads_plan:
             return out, self.chosen(x, gate)
         return out, choice
@@ -77,10 +78,11 @@ class MixtureOfExperts(nn.Cell):
 
 
 class Balance(nn.Cell):
-    """(x_NH, the router's weight [H, E], b float32 [N + E]) -> x and the weight, with a gradient of their own beside.
+    """(scores float32 [N, K], x_NH, the router's weight [H, E], b float32 [N + E]) -> the scores.
 
-    It is that of sum_ne b_n p_ne b_(N + e), where p [N, E] is the softmax of the router's logits: of a loss that
-    balances experts (arXiv:2101.03961, equations 4 to 6), in which the load is a constant (expert_plan.balance).
+    x and the weight get the gradient of sum_ne b_n p_ne b_(N + e), where p [N, E] is the softmax of the router's
+    logits: of a loss that balances experts (arXiv:2101.03961, equations 4 to 6), in which the load is a constant
+    (expert_plan.balance).
     """
 
     def __init__(self) -> None:
@@ -96,10 +98,11 @@ class Balance(nn.Cell):
         )
         self.zeros = ops.ZerosLike()
 
-    def construct(self, x: Any, weight: Any, balance: Any) -> Any:
-        return x, weight
+    def construct(self, scores: Any, x: Any, weight: Any, balance: Any) -> Any:
+        # Outputs of its own: see docs/extending.md, "A cell with a gradient of its own".
+        return self.add(scores, self.zeros(scores))
 
-    def bprop(self, x: Any, weight: Any, balance: Any, out: Any, dout: Any) -> Any:
+    def bprop(self, scores: Any, x: Any, weight: Any, balance: Any, out: Any, dout: Any) -> Any:
         (count, _), (_, experts) = x.shape, weight.shape
         exact, of_experts = self.cast(x, ms.float32), self.cast(weight, ms.float32)
         p = self.softmax(self.matmul(exact, of_experts))
@@ -109,7 +112,7 @@ class Balance(nn.Cell):
         dlogits = self.mul(p, self.sub(dp, self.sum(self.mul(p, dp), 1)))
         dx = self.cast(self.to_x(dlogits, of_experts), x.dtype)
         dweight = self.cast(self.to_weight(exact, dlogits), weight.dtype)
-        return self.add(dout[0], dx), self.add(dout[1], dweight), self.zeros(balance)
+        return dout, dx, dweight, self.zeros(balance)
 
 
 class Experts(nn.Cell):

@@ -184,11 +184,12 @@ class Console:
         return [text for _, text in left]
 
     def _hints(self, metrics: Mapping[str, Any]) -> None:
-        # Rewards are also equal in a group for which a function failed, which is reported by itself.
+        # Rewards are also equal where a function failed, which is reported by itself, and where there is none.
         has_failed = any(
             value is None and key.startswith("reward/") and key.endswith("/mean")
             for key, value in metrics.items()
         )
+        is_unrewarded = has_failed or not _function_means(metrics, "reward/")
         divergence = metrics.get("kl")
         has_diverged = divergence is not None and divergence > DIVERGED
         self._hint(
@@ -198,7 +199,7 @@ class Console:
             "actor_config.lr_schedule.lr or raise rl_config.beta",
         )
         for key, threshold, advice in HINTS:
-            misleads = (has_failed and key == "zero_std_fraction") or (
+            misleads = (is_unrewarded and key == "zero_std_fraction") or (
                 has_diverged and key != "padding_share"
             )
             share = None if misleads else metrics.get(key)

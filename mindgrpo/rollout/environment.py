@@ -10,8 +10,8 @@ import numpy as np
 
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.examples import Message
-from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
+from mindgrpo.data.examples import Example, Message
+from mindgrpo.data.prompts import Fitted, Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.environments.contract import ENVIRONMENT, Opening, Question, Result
@@ -90,6 +90,18 @@ class Trial:
     text: str
     num_tokens: int
     messages: Messages
+
+
+@dataclass(frozen=True)
+class RowsOfMixture(PromptForm):
+    """As PromptForm, and raises UserError for a row that names an environment that `mixture` does not have."""
+
+    mixture: Mixture | None = None
+
+    def fit(self, example: Example) -> Fitted | None:
+        if self.mixture is not None:
+            self.mixture.named_by(example.columns, example.where)
+        return super().fit(example)
 
 
 @dataclass(frozen=True)

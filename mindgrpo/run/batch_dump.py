@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save
 from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Rollout, Routes, Sample, TrainBatch
 from mindgrpo.errors import UserError
 
-FORMAT = "mindgrpo dump 3"
+FORMAT = "mindgrpo dump 4"
 BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
 # Declared arrays whose files' names are others.
 FILE_NAMES = {"logps": "generator_logps", "versions": "weights_version"}
@@ -32,7 +32,10 @@ BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
 
 class About(BaseModel):
-    """Describes an update: `step` counts from 1, `update` within it from 0; `members` are its samples, from 0."""
+    """Describes an update: `step` counts from 1, `update` within it from 0; `members` are its samples, from 0.
+
+    `updates` were made before it over the run, by which it draws its random numbers.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -43,6 +46,7 @@ class About(BaseModel):
     members: list[int]
     lr: float
     weights_version: int
+    updates: int
     finish_reasons: list[str]
     groups: list[int]
     texts: list[str] = []

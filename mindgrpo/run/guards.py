@@ -105,6 +105,8 @@ class NanGuard:
             members=skip.members,
             lr=skip.lr,
             weights_version=version,
+            # Each update makes a version, and none was skipped before the first.
+            updates=version - len(outcome.reports) + skip.update,
             finish_reasons=list(batch.rollout.finish_reasons),
             groups=list(batch.rollout.group_ids),
             texts=outcome.scored.texts,

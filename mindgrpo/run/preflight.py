@@ -15,8 +15,9 @@ from typing import Any
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config, memory_bytes
+from mindgrpo.config.algorithm_checks import without_rewards
 from mindgrpo.data.examples import RowForm, parse_key_map
-from mindgrpo.data.prompts import PromptForm, PromptSet
+from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.row_files import Seeds
 from mindgrpo.data.sources import (
     ALONE,
@@ -29,7 +30,7 @@ from mindgrpo.data.sources import (
 )
 from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, error_of
 from mindgrpo.grpo.scoring import reward_columns
 from mindgrpo.grpo.settings import sampling_settings
 from mindgrpo.memory.residency import check_budget
@@ -42,7 +43,7 @@ from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.environment import NAME as ENVIRONMENT_NAME
-from mindgrpo.rollout.environment import EnvironmentForm, Trial
+from mindgrpo.rollout.environment import EnvironmentForm, RowsOfMixture, Trial
 from mindgrpo.rollout.turns import Turns, read_turns
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
 from mindgrpo.rollout.vllm.settings import BLOCK_MULTIPLE
@@ -324,12 +325,16 @@ def scorer_of(
     if reward_functions is not None:
         functions, weights = reward_functions, reward_weights
     has_environment = config.rl_config.environment is not None
-    may_be_empty = has_environment or config.rl_config.distillation_coef > 0
+    may_be_empty = config.may_lack_functions
     if not functions and not may_be_empty:
         raise UserError(
             "reward_config.verifier_function is empty, so there is no reward to train with; name a reward, such as "
             "accuracy_reward, module:function or file.py:function."
         )
+    earning = [1.0] * len(functions) if weights is None else list(weights)
+    earning += [rewards.environment_weight] * has_environment
+    if not any(earning) and (sentences := [*without_rewards(config.rl_config)]):
+        raise error_of(f"{sentence}." for sentence in sentences)
     limits = Limits(
         rewards.deadline, rewards.together_deadline, memory_bytes(rewards.memory), rewards.workers
     )
@@ -365,5 +370,6 @@ def _prompts(
         )
     longest = config.generate_config.max_prompt_length
     schemas = () if turns is None else turns.schemas
-    form = PromptForm(tokenizer, longest, rl.prompt_overflow, rl.system_prompt or "", schemas)
-    return PromptSet(examples, form, ranks)
+    mixture = turns.mixture if isinstance(turns, EnvironmentForm) else None
+    fits = longest, rl.prompt_overflow, rl.system_prompt or "", schemas
+    return PromptSet(examples, RowsOfMixture(tokenizer, *fits, mixture), ranks)

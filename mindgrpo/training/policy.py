@@ -180,7 +180,9 @@ class Policy:
         # The trained weights have all of it, masters perhaps some rows.
         with self.weights.on_host() as own:
             before = [own.hf_views[name].astype(np.float32).sum(0) for name in names]
-        moved = dict(zip(names, map(addends, before + steps.astype(np.float32)), strict=True))
+        # One by one: a stage may have no layer with experts.
+        pairs = zip(names, before, steps.astype(np.float32), strict=True)
+        moved = {name: addends(bias + step) for name, bias, step in pairs}
         for weights in (self.weights, self.masters) if self.has_masters else (self.weights,):
             with weights.on_host(write=True) as host:
                 for name in weights.boxes.keys() & moved:
