@@ -141,6 +141,9 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
     notes: list[str] = []
+    if asked and not continues and (directory / run_directory.ROWS[0]).exists():
+        aside = run_directory.put_earlier_aside(directory)
+        notes.append(f"what an earlier run left before its first step: {aside}")
 
     def outside(key: str, asked: str | None, taken: str, kept: str) -> Path | None:
         if not asked:
