@@ -104,6 +104,31 @@ def test_a_best_checkpoint_that_was_not_written_leaves_the_best_that_is_on_disk(
     assert main(words) == 0
 
 
+def test_the_score_of_other_rows_is_not_compared_with_the_best_so_far(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*KEPT, "--rl_config.max_steps=2")
+    folder = run(inputs, tmp_path / "run", *words, reward=scoring(0, 0.9, 0.5))
+    assert best_of(folder)["step"] == 1
+    rows = (inputs / "train.jsonl").read_text().splitlines()
+    (tmp_path / "others.jsonl").write_text("\n".join(reversed(rows)) + "\n")
+    again = ("--resume_training=true", "--rl_config.max_steps=3")
+    again += (f"--rl_config.eval_dataset_file={tmp_path / 'others.jsonl'}",)
+    run(inputs, folder, *KEPT, *again, reward=scoring(0.3))
+    assert best_of(folder) == {
+        "reward": "spread",
+        "score": 0.3,
+        "step": 3,
+        "path": str(folder_of(folder, 3)),
+    }
+    said = capsys.readouterr().out
+    assert (
+        "the best checkpoint so far, of step 1, is not compared with later ones: held_out" in said
+    )
+    stored = read_manifest(folder_of(folder, 3)).state.best
+    assert stored is not None and stored.reward == "spread"
+
+
 def test_a_run_whose_only_best_checkpoint_was_not_written_names_none(
     inputs: Path, tmp_path: Path, fail_to_write: Callable[[int], None]
 ) -> None:

@@ -6,9 +6,11 @@ Does not prove that every public model's template renders: the constructs of tes
 from __future__ import annotations
 
 import json
+import random
 import resource
 import signal
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,15 @@ from data_sets import MODEL, change, copy_tokenizer, examples_of
 from packaging.version import Version
 from tables import each_row
 
+from mindgrpo.config import config_with
 from mindgrpo.data import chat_template
 from mindgrpo.data.chat_template import ChatTemplate, choose_template, shipped_names
 from mindgrpo.data.prompts import PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
 
+# Midnight may pass between two looks at the clock.
+STARTED = datetime.now()
 ASKED = [{"role": "user", "content": "x"}]
 EXTRAS: list[dict[str, Any]] = [
     {},
@@ -53,6 +58,29 @@ def theirs(directory: Path) -> Any:
 @pytest.fixture(scope="module")
 def ours(directory: Path) -> Tokenizer:
     return load_tokenizer(directory)
+
+
+def test_what_a_template_tells_does_not_depend_on_when_it_is_asked(ours: Tokenizer) -> None:
+    text = "{{ strftime_now('%d %b %Y') }} {{ range(1000) | random }} {{ messages[0].content }}"
+    told = replace(with_text(ours, text), date=datetime(2024, 7, 26))
+    first, state = told.render(ASKED), random.getstate()
+    assert first.startswith("26 Jul 2024 ")
+    assert {told.render(ASKED) for _ in range(9)} == {first}
+    assert random.getstate() == state
+    # Of other messages something else is drawn.
+    others = [told.render([{"role": "user", "content": str(i)}]) for i in range(9)]
+    assert len({other.split()[3] for other in others}) > 1
+    assert told.encode_chat(ASKED)[0] == told.encode(first)
+    now = with_text(ours, "{{ strftime_now('%Y-%m-%d') }}")
+    assert now.render(ASKED) in {f"{day:%Y-%m-%d}" for day in (datetime.now(), STARTED)}
+
+
+def test_a_date_is_one() -> None:
+    key = "rl_config.chat_template_date"
+    for date in ("2024-07-26", "2024-07-26 09:30:00"):
+        assert config_with(None, {key: date}).config.rl_config.chat_template_date == date
+    with pytest.raises(UserError, match="chat_template_date is 'today', but must be a date, as in"):
+        config_with(None, {key: "today"})
 
 
 def with_text(tokenizer: Tokenizer, text: str) -> Tokenizer:

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoint_model
 import numpy as np
 import pytest
-from checkpoint_model import ROLES, filled, layout, manifest_of, save
+from checkpoint_model import IDENTITY, ROLES, filled, layout, manifest_of, save
 from ranks_as_threads import run
 
+from mindgrpo.checkpoint import format as stored_form
 from mindgrpo.checkpoint import save as saving
 from mindgrpo.checkpoint.format import DamagedCheckpoint, _digest, read_manifest
 from mindgrpo.checkpoint.load import load_role
@@ -130,8 +132,8 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(folder: Path) -> None:
 
 
 def test_a_later_version_is_told_apart_from_damage(folder: Path) -> None:
-    changed(folder, lambda body: body.update(version=2))
-    with pytest.raises(DamagedCheckpoint, match="has version 2 of the format, and this mindgrpo"):
+    changed(folder, lambda body: body.update(version=3))
+    with pytest.raises(DamagedCheckpoint, match="has version 3 .* this mindgrpo reads versions 1 "):
         read_manifest(folder)
 
 
@@ -249,6 +251,25 @@ def attempt(backend: Any, path: Path, background: bool, step: int = 5) -> str | 
     except NotWritten as error:
         return str(error)
     return None
+
+
+def test_a_manifest_that_could_not_be_read_again_leaves_the_earlier_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because it is too large, or because of a path that is no text."""
+    size = (folder / "manifest.json").stat().st_size
+    monkeypatch.setattr(stored_form, "MAX_BYTES", size - 100)
+    told = run(2, attempt, tmp_path, False)
+    assert told[0] is not None and f"and more than {size - 100} are none" in told[0]
+    assert told[0].startswith("it could not be read again: ") and "earlier" not in told[0]
+    monkeypatch.undo()
+    config = {**IDENTITY.config, "output_dir": os.fsdecode(b"caf\xe9")}
+    no_text = IDENTITY.model_copy(update={"config": config})
+    monkeypatch.setattr(checkpoint_model, "IDENTITY", no_text)
+    told = run(2, attempt, tmp_path, True)
+    assert told[0] is not None and "it holds half a character" in told[0]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    load(folder)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -19,7 +19,7 @@ from checkpoint_model import MODEL, ROLES, WITH_EXPERTS, filled, layout, save, v
 from ranks_as_threads import run
 from safetensors import safe_open
 
-from mindgrpo.checkpoint.format import read_manifest
+from mindgrpo.checkpoint.format import VERSION, read_manifest
 from mindgrpo.checkpoint.load import check_tensors, load_role
 from mindgrpo.checkpoint.save import Chunk, cut, plan_chunks, values_digest
 from mindgrpo.parallel.sharding import Box
@@ -142,7 +142,7 @@ def test_nothing_is_left_beside_the_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["step_000003"]
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["manifest.json", "rank_00000.safetensors", "rank_00001.safetensors"]
-    assert json.loads((folder / "manifest.json").read_text())["version"] == 1
+    assert json.loads((folder / "manifest.json").read_text())["version"] == VERSION
 
 
 def test_another_models_checkpoint_is_refused_by_name(tmp_path: Path) -> None:

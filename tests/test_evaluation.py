@@ -40,6 +40,7 @@ from mindgrpo.grpo.build import evaluation_modes
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Evaluator, Mode, Outcome
 from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.launch.options import has_config
+from mindgrpo.models.decoder_config import read_config
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
@@ -285,12 +286,21 @@ def test_short_flags_are_keys_of_the_configuration(tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     assert config_of("--model", str(tmp_path)).actor_config.load == str(tmp_path / "hf")
     # A run's own configuration, unless another is given.
-    (tmp_path / "config_resolved.yaml").write_text("rl_config: {seed: 11}")
+    resolved = tmp_path / "config_resolved.yaml"
+    resolved.write_text("rl_config: {seed: 11}")
     for model in (tmp_path, tmp_path / "hf"):
         line = parse_evaluation(["--model", str(model), "--samples", "3"])
         rl = load_config(line.files, line.overrides).config.rl_config
         assert (rl.seed, rl.eval_samples) == (11, 3)
     assert config_of("--model", str(tmp_path)).rl_config.seed != 11
+    checkpoint = tmp_path / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    # The run is known, and what is to be done first.
+    assert parse_evaluation(["--model", str(checkpoint)]).files == [resolved]
+    for folder in (checkpoint, tmp_path):
+        with pytest.raises(UserError, match=f"export it with .* export --from {folder} --output"):
+            read_config(folder)
     line = parse_evaluation(["--config", "a.yaml", "--step=3", "--output", "o", "--greedy"])
     assert (line.step, line.output, line.completions) == (3, Path("o"), None)
 

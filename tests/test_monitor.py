@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from mindgrpo.errors import UserError
@@ -264,9 +265,33 @@ def test_a_directory_with_an_earlier_run_is_refused(tmp_path: Path) -> None:
     given = tmp_path / "mine"
     assert run_directory.create(given, "tiny", tmp_path / "output") == given
     assert (tmp_path / "output" / "latest").resolve() == given
-    (given / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match="earlier run"):
+    (given / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match="earlier run .* name another output_dir or leave it out"):
         run_directory.create(given, "tiny", tmp_path / "output")
+
+
+def test_a_directory_of_a_run_that_made_no_step_is_free_unless_that_may_still_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    run_directory.check_free(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"st')
+    run_directory.write_process(tmp_path, None)
+    run_directory.check_free(tmp_path)
+    process = json.loads((tmp_path / "process.json").read_text())
+
+    def of(**other: Any) -> None:
+        (tmp_path / "process.json").write_text(json.dumps(process | other))
+
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as alive:
+        of(pid=alive.pid, started=psutil.Process(alive.pid).create_time())
+        with pytest.raises(UserError, match=f"is that of process {alive.pid} on .*, which is runn"):
+            run_directory.check_free(tmp_path)
+        alive.communicate(b"\n")
+    run_directory.check_free(tmp_path)
+    of(host="another")
+    with pytest.raises(UserError, match="on another, which cannot be seen from here: name another"):
+        run_directory.check_free(tmp_path)
 
 
 def test_a_file_where_the_directory_should_be_is_one_sentence(tmp_path: Path) -> None:

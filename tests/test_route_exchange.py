@@ -130,18 +130,16 @@ def test_the_load_counts_a_prompt_with_each_of_its_samples_and_each_sample_once(
         np.testing.assert_array_equal(found, expected[own])
 
 
-def test_the_first_rank_gets_all_of_them_for_files() -> None:
+@pytest.mark.parametrize("most_bytes", [1, 100, 1 << 30])
+def test_the_first_rank_gets_all_of_them_for_files_a_few_at_a_time(most_bytes: int) -> None:
     parts = whole(np.uint8)
 
     def run(rank: int, group: Any) -> Any:
-        routes = held_by(rank, parts)
-        routes[2] = ()
-        return on_first_rank(routes, group), group.received
+        return list(on_first_rank(held_by(rank, parts), group, most_bytes)), group.received
 
     results = on_ranks(run)
-    for i, own in enumerate(results[0][0]):
-        if i == 2:
-            assert own == ()
-        else:
-            np.testing.assert_array_equal(np.concatenate(own), np.concatenate(parts[i]))
+    assert len({len(found) for found, _ in results}) == 1
+    for own, expected in zip(results[0][0], parts, strict=True):
+        np.testing.assert_array_equal(own, np.concatenate(expected))
     assert results[0][1] > 0 and not any(received for _, received in results[1:])
+    assert not any(values.size for found, _ in results[1:] for values in found)

@@ -5,6 +5,7 @@ One process, random weights. Several ranks: the distributed case "experts". Does
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Sequence
@@ -27,13 +28,16 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import StoredGroup, read_manifest, restored_groups, stored_groups
-from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
+from mindgrpo.config import load_config
+from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.memory import unfinished_bytes
+from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.rollout.embedded import slots
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
@@ -287,16 +291,23 @@ def test_ended_samples_of_a_checkpoint_bring_their_routes_back() -> None:
     ended = Sample.drawn(0, prompt, tokens, "stop", 0, (routes,), logps=[0.0, 0.0])
     running = replace(ended, number=1, finish_reason=None)
     (stored,) = stored_groups([PartialGroup(2, 1, (ended, running))])
-    text = stored.model_dump_json()
-    (group,) = restored_groups([StoredGroup.model_validate_json(text)], [prompt])
-    assert whole(group.samples[0]).dtype == np.uint16
-    np.testing.assert_array_equal(whole(group.samples[0]), routes)
-    # What an engine computes again is not kept.
-    assert group.samples[1].routes == ()
-    broken = json.loads(text)
-    broken["samples"][0]["routes"][1][0] = 4
+    # Version 1 has the values beside their shape; the file of today is test_checkpoint_routes.py's.
+    text = base64.b64encode(routes.tobytes()).decode()
+    first = json.loads(stored.model_dump_json())
+    first["samples"][0]["routes"].append(text)
+    by_form = {
+        "in the manifest": ([StoredGroup.model_validate_json(json.dumps(first))], [prompt]),
+        "in a file": ([stored], [prompt], {(0, 0): routes}),
+    }
+    for form, given in by_form.items():
+        (group,) = restored_groups(*given)
+        assert whole(group.samples[0]).dtype == np.uint16, form
+        np.testing.assert_array_equal(whole(group.samples[0]), routes, form)
+        # What an engine computes again is not kept.
+        assert group.samples[1].routes == (), form
+    first["samples"][0]["routes"][1][0] = 4
     with pytest.raises(ValueError, match="24 bytes"):
-        StoredGroup.model_validate_json(json.dumps(broken))
+        StoredGroup.model_validate_json(json.dumps(first))
 
 
 @WITH_C
@@ -353,9 +364,13 @@ def test_partial_rollouts_that_are_resumed_replay_the_routes_of_the_run_that_nev
     small_runs.make_inputs(tmp_path)
     words = [*PARTIAL, *SMALL_CHUNKS, *SAVED, "--rl_config.max_steps", "2"]
     whole_run = small_runs.run(tmp_path, tmp_path / "whole", *words)
-    state = read_manifest(folder_of(whole_run, 1)).state
-    kept = [sample for group in state.unfinished for sample in group.samples]
+    manifest = read_manifest(folder_of(whole_run, 1))
+    kept = [sample for group in manifest.state.unfinished for sample in group.samples]
     assert any(sample.routes for sample in kept)
+    file = manifest.files["routes.safetensors"]
+    config = load_config(whole_run / "config_resolved.yaml", []).config
+    planned = unfinished_bytes(plan_run(config, read_config(tmp_path / "model"), 1))
+    assert 0 < file.bytes - file.header_bytes < planned
     again = tmp_path / "again"
     shutil.copytree(whole_run, again)
     shutil.rmtree(folder_of(again, 2))

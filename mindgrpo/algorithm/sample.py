@@ -175,12 +175,6 @@ class Sample:
         routes = grown.routes_with(written.routes)
         return replace(grown, finish_reason=written.finish_reason, routes=routes)
 
-    @property
-    def has_routes_here(self) -> bool:
-        """Returns whether this rank has the experts of all tokens that have some."""
-        handles = (own for own in self.routes if isinstance(own, ExpertRoutes))
-        return all(own.values is not None for own in handles)
-
     def with_routes_of(self, rank: int, known: dict[int, ExpertRoutes]) -> Sample:
         """Returns the sample with routes that stay on `rank`; `known` has those of arrays, by id, met before."""
         for own in self.routes:

@@ -11,7 +11,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,10 +114,17 @@ class Start:
         )
 
 
-def find(asked: bool | str, output_dir: str | None, name: str, root: Path | str) -> Start | None:
+def find(
+    asked: bool | str,
+    output_dir: str | None,
+    name: str,
+    root: Path | str,
+    is_alike: Callable[[Manifest], bool] = lambda manifest: True,
+) -> Start | None:
     """Finds the checkpoints that `rl_config.resume_training` asks for; None where it asks for none.
 
-    Reads manifests, no weights. `root`/`name` holds earlier runs of the configuration. Raises UserError.
+    Reads manifests, no weights. `root`/`name` holds earlier runs of the configuration, of which the newest is taken
+    whose manifests are alike. Raises UserError.
     """
     if asked is False:
         return None
@@ -127,11 +134,16 @@ def find(asked: bool | str, output_dir: str | None, name: str, root: Path | str)
     if output is not None:
         return _of_run(output, output)
     runs = [run for run in Path(root, name).glob("*") if steps_in(run)]
-    if not runs:
-        note = f"no run in {Path(root, name)} has a checkpoint: this one starts from the beginning"
-        return Start(None, None, notes=[note])
-    newest = max(runs, key=lambda run: folder_of(run, steps_in(run)[-1]).stat().st_mtime)
-    return _of_run(newest, newest)
+    runs.sort(key=lambda run: folder_of(run, steps_in(run)[-1]).stat().st_mtime, reverse=True)
+    notes: list[str] = []
+    for run in runs:
+        start = _of_run(run, run)
+        if is_alike(start.candidates[0].manifest):
+            start.notes.extend(notes)
+            return start
+        notes.append(f"passed over: {run} is of the other kind of training")
+    note = f"no run in {Path(root, name)} has a checkpoint: this one starts from the beginning"
+    return Start(None, None, notes=[*notes, note])
 
 
 def _of_path(path: Path, output: Path | None) -> Start:

@@ -2,7 +2,8 @@
 
 The manifest has the run's state, where each chunk of each tensor lies, and digests of everything. Reading executes
 nothing; a manifest that was changed, or whose chunks overlap, leave a gap or do not lie in their file, is an error.
-Unfinished completions of partial rollouts are in it with their arrays as base64, little-endian.
+Unfinished completions of partial rollouts are in it with their arrays as base64, little-endian, but for the experts of
+their tokens, which have a file (routes.py). What changes here changes VERSION.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations, groupby, pairwise
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -38,6 +39,8 @@ class ManifestModel(BaseModel):
     )
 
 
+RouteDtype = Literal["uint8", "uint16"]
+RouteShape = tuple[Count, Count, Count]
 # (value, number of tokens that have it).
 Stretch = tuple[Count, Count]
 TOKENS = TokenArray("the tokens", np.int32)
@@ -48,7 +51,7 @@ class StoredSample(ManifestModel):
 
     Without a finish reason the sample is unfinished. Of a conversation, `turns` are stretches (1 where the policy
     wrote, number of tokens) and `messages` a JSON text. `routes` are those of an ended sample, which no engine computes
-    again: dtype, shape and bytes.
+    again: dtype and shape, and in version 1 the bytes, too.
     """
 
     tokens: str
@@ -58,12 +61,12 @@ class StoredSample(ManifestModel):
     finish_reason: str | None
     turns: list[Stretch] = []
     messages: str = "[]"
-    routes: tuple[Literal["uint8", "uint16"], tuple[Count, Count, Count], str] | None = None
+    routes: tuple[RouteDtype, RouteShape] | tuple[RouteDtype, RouteShape, str] | None = None
 
     @property
-    def expert_routes(self) -> Routes:
-        """Returns the sample's routes. Raises ValueError where they do not have their shape."""
-        if self.routes is None:
+    def inline_routes(self) -> Routes:
+        """Returns the routes of version 1. Raises ValueError where they do not have their shape."""
+        if self.routes is None or len(self.routes) < 3:
             return ()
         name, shape, text = self.routes
         dtype = TokenArray("the experts of tokens", np.uint8 if name == "uint8" else np.uint16)
@@ -86,7 +89,7 @@ class StoredSample(ManifestModel):
     @model_validator(mode="after")
     def _fits(self) -> StoredSample:
         _array("tokens", self.tokens, TOKENS, self.count)
-        _ = self.token_arrays, self.expert_routes
+        _ = self.token_arrays, self.inline_routes
         written = sum(number for _, number in self.turns)
         if self.turns and written != self.count:
             raise ValueError(f"turns are of {written} tokens, but the versions are of {self.count}")
@@ -136,27 +139,34 @@ def _stored(sample: Sample) -> StoredSample:
 def _stored_routes(sample: Sample) -> Any:
     if sample.finish_reason is None or not sample.routes:
         return None
-    if not sample.has_routes_here:
-        return None
-    routes = np.concatenate(sample.routes)
-    return routes.dtype.name, routes.shape, _text(routes)
+    first = sample.routes[0]
+    return first.dtype.name, (sum(map(len, sample.routes)), *first.shape[1:])
 
 
 def restored_groups(
-    stored: Sequence[StoredGroup], prompts: Sequence[np.ndarray]
+    stored: Sequence[StoredGroup],
+    prompts: Sequence[np.ndarray],
+    routes: Mapping[tuple[int, int], np.ndarray] | None = None,
 ) -> tuple[PartialGroup, ...]:
-    """Restores partial groups; `prompts` int32 [n] each are those at the groups' positions."""
+    """Restores partial groups; `prompts` int32 [n] each are those at the groups' positions.
+
+    `routes` are those of the checkpoint's file, by the numbers of group and sample.
+    """
+    of_file = {key: (own,) for key, own in (routes or {}).items()}
     return tuple(
         PartialGroup(
             group.position,
             group.step,
-            tuple(_sample(i, s, prompt) for i, s in enumerate(group.samples)),
+            tuple(
+                _sample(i, own, prompt, of_file.get((number, i), own.inline_routes))
+                for i, own in enumerate(group.samples)
+            ),
         )
-        for group, prompt in zip(stored, prompts, strict=True)
+        for number, (group, prompt) in enumerate(zip(stored, prompts, strict=True))
     )
 
 
-def _sample(number: int, stored: StoredSample, prompt: np.ndarray) -> Sample:
+def _sample(number: int, stored: StoredSample, prompt: np.ndarray, routes: Routes) -> Sample:
     turns = _repeated(stored.turns).astype(bool)
     return Sample(
         number,
@@ -166,7 +176,7 @@ def _sample(number: int, stored: StoredSample, prompt: np.ndarray) -> Sample:
         stored.token_arrays,
         stored.finish_reason,
         tuple(json.loads(stored.messages)),
-        stored.expert_routes,
+        routes,
     )
 
 
@@ -194,7 +204,10 @@ def _array(name: str, text: str, declared: TokenArray, count: int) -> np.ndarray
 
 MANIFEST = "manifest.json"
 FORMAT = "mindgrpo checkpoint"
-VERSION = 1
+# Older programs refuse what they do not know: whatever adds to a manifest, or means something else by an entry, raises
+# this number. Every one of them is read for ever, and tests/data/checkpoints has a checkpoint of each.
+VERSION: Final = 2
+READ_VERSIONS = (1, VERSION)
 MAX_BYTES = 1 << 30
 # Every tensor is float32 in a file, which holds any dtype's values.
 FLOAT_BYTES = 4
@@ -209,10 +222,14 @@ class DamagedCheckpoint(UserError):
 
 
 class Best(ManifestModel):
-    """Names the step whose evaluation gave the highest mean of the reward that the user chose."""
+    """Names the step whose evaluation gave the best mean of `reward`, the one that the user chose.
+
+    Version 1 does not say which it was.
+    """
 
     step: Count
     score: float
+    reward: str | None = None
 
 
 class StoredShapes(ManifestModel):
@@ -276,18 +293,37 @@ class StoredTensor(ManifestModel):
 
 
 class StoredFile(ManifestModel):
-    """Describes a file: `header` is the SHA-256 of its first `header_bytes`, before the data."""
+    """Describes a file: `header` is the SHA-256 of its first `header_bytes`, before the data.
+
+    `data` is that of all data where no chunks say it.
+    """
 
     bytes: Count
     header_bytes: Count
     header: Digest
+    data: Digest | None = None
+
+
+class StoredTokenizer(ManifestModel):
+    """Describes the tokenizer in `directory`: the text of its chat template and the ids that end a completion.
+
+    `is_chosen`: the template is that of rl_config.chat_template, and `turn_end` the token that ends its turns.
+    """
+
+    directory: str
+    template: str | None
+    is_chosen: bool
+    turn_end: str | None
+    stop_ids: list[Count]
 
 
 class Identity(ManifestModel):
     """Describes what has to be the same where the run is resumed.
 
-    `config` is every setting by its dotted key; `model` the model's dimensions; `data` a digest of the prompts;
-    `batch` the arithmetic of a step; `unsaved` digests of weights that the run only reads, by role.
+    `config` is every setting by its dotted key; `model` the model's dimensions; `data` and `held_out` are digests of
+    the prompts, `held_out` empty without any; `batch` is the arithmetic of a step; `unsaved` has digests of weights
+    that the run only reads, by role; `rewards` has the weights of functions that are given in code, by name. Version 1
+    has none of `held_out`, `tokenizer` and `rewards`.
     """
 
     code: str
@@ -296,6 +332,9 @@ class Identity(ManifestModel):
     data: str
     batch: dict[str, int]
     unsaved: dict[str, str]
+    held_out: str | None = None
+    tokenizer: StoredTokenizer | None = None
+    rewards: dict[str, float] | None = None
 
 
 class StoredAdapters(ManifestModel):
@@ -310,7 +349,7 @@ class Manifest(ManifestModel):
     """`tensors` by role and global name; `sums` a digest of each role's values, however they were cut."""
 
     format: Literal["mindgrpo checkpoint"] = "mindgrpo checkpoint"
-    version: Literal[1] = 1
+    version: Literal[1, 2] = VERSION
     layout: str
     state: RunState
     identity: Identity
@@ -326,17 +365,8 @@ class Manifest(ManifestModel):
 
 def write_manifest(manifest: Manifest) -> bytes:
     """Returns the file's content, with a digest of itself."""
-    body = _body(manifest)
-    return json.dumps({**body, "digest": _digest(body)}, indent=1).encode() + b"\n"
-
-
-def _body(manifest: Manifest) -> dict[str, Any]:
     body = manifest.model_dump(mode="json", by_alias=True)
-    # Older checkpoints have no such entries.
-    for name in ("unfinished", "shapes"):
-        if not body["state"][name]:
-            del body["state"][name]
-    return body
+    return json.dumps({**body, "digest": _digest(body)}, indent=1).encode() + b"\n"
 
 
 def _digest(body: Any) -> str:
@@ -346,8 +376,7 @@ def _digest(body: Any) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest in `folder` and checks all that can be checked without weights. Raises DamagedCheckpoint."""
-    path = folder / MANIFEST
-    manifest = _parsed(path, _json_object(path))
+    path, manifest = folder / MANIFEST, parse_manifest(folder)
     for name, file in manifest.files.items():
         _check_file(folder, name, file)
     chunks: dict[str, list[StoredChunk]] = {name: [] for name in manifest.files}
@@ -363,6 +392,12 @@ def read_manifest(folder: Path) -> Manifest:
         if any(one.end > after.offset for one, after in pairwise(of_file)):
             raise _damaged(path, f"two chunks have the same bytes of {name}")
     return manifest
+
+
+def parse_manifest(folder: Path) -> Manifest:
+    """Reads the manifest in `folder` by itself, without a look at the files that it names. Raises DamagedCheckpoint."""
+    path = folder / MANIFEST
+    return _parsed(path, _json_object(path))
 
 
 def _json_object(path: Path) -> dict[str, Any]:
@@ -381,16 +416,18 @@ def _parsed(path: Path, body: dict[str, Any]) -> Manifest:
     kind, version = body.get("format"), body.get("version")
     if kind != FORMAT:
         raise _damaged(path, f"its format is {kind!r:.60}, not {FORMAT!r}")
-    if version != VERSION:
+    if version not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
         raise DamagedCheckpoint(
-            f"{path} has version {version!r:.60} of the format, and this mindgrpo reads version {VERSION}; use the "
+            f"{path} has version {version!r:.60} of the format, and this mindgrpo reads versions {known}; use the "
             "mindgrpo that wrote it."
         )
     digest = body.pop("digest", None)
     try:
+        # Of what was written: its version may lack entries of today's.
+        written = _digest(body)
         # As JSON, where a list may be a tuple.
         manifest = Manifest.model_validate_json(json.dumps(body, allow_nan=False))
-        written = _digest(_body(manifest))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

@@ -22,14 +22,17 @@ import numpy as np
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
+from mindgrpo.checkpoint import routes
 from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.format import (
     FLOAT_BYTES,
     MANIFEST,
+    DamagedCheckpoint,
     Manifest,
     StoredChunk,
     StoredFile,
     StoredTensor,
+    parse_manifest,
     write_manifest,
 )
 from mindgrpo.errors import UserError
@@ -177,6 +180,7 @@ class _Work:
 
     step: int
     complete: Complete
+    routes: StoredFile | None = None
     shard: SavedShard | None = None
     error: str | None = None
     thread: threading.Thread | None = None
@@ -242,20 +246,24 @@ class Saver:
         complete: Complete,
         background: bool,
         bring: Callable[[str], None] = lambda role: None,
+        tensors: routes.Tensors | None = None,
+        arrays: Iterable[np.ndarray] = (),
     ) -> int:
         """Saves the values of this moment; returns the bytes of all ranks.
 
-        `bring` brings a role into memory; one is read at a time.
+        `bring` brings a role into memory; one is read at a time. `arrays` are the experts of tokens that `tensors`
+        describes: all ranks go through them together, and those of the first rank are written at once.
         """
         assert self._work is None, "the checkpoint before was not committed"
         layouts = {role: weights.layout for role, weights in roles.items()}
         if self._planned != layouts:
             self._plan = plan_chunks(layouts, self._backend.world_size)
             self._planned = layouts
-        total = sum(shard_bytes(chunks) for chunks in self._plan)
+        total = sum(shard_bytes(chunks) for chunks in self._plan) + routes.num_bytes(tensors or {})
         on_first_rank(self._backend, lambda: self._make_folder(step, total))
         chunks = self._plan[self._backend.rank]
-        work = self._work = _Work(step, complete)
+        of_routes = self._write_routes(step, tensors, arrays) if tensors else None
+        work = self._work = _Work(step, complete, of_routes)
         path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
         if not chunks:
             return total
@@ -289,6 +297,28 @@ class Saver:
                 shutil.rmtree(partial)
             partial.mkdir()
 
+    def _write_routes(
+        self, step: int, tensors: routes.Tensors, arrays: Iterable[np.ndarray]
+    ) -> StoredFile | None:
+        """Writes the file on rank 0 and describes it there; all ranks together. Raises NotWritten."""
+        partial, left = partial_of(self._run, step), iter(arrays)
+        written, error = None, None
+        if self._backend.rank == 0:
+            try:
+                written = routes.write_routes(partial / routes.FILE, tensors, left)
+            except OSError as failed:
+                error = f"{routes.FILE}: {failed.strerror}"
+        # The other ranks pass on theirs to the end.
+        deque(left, maxlen=0)
+
+        def check() -> None:
+            if error is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise NotWritten(error)
+
+        on_first_rank(self._backend, check)
+        return written
+
     def commit(self) -> Path:
         """Waits for every rank's file and gives the checkpoint its name; returns its folder."""
         work, self._work = self._work, None
@@ -319,12 +349,10 @@ class Saver:
                     raise NotWritten(
                         f"{partial / shard.name} is not seen by rank 0: all hosts need the same folder"
                     )
-            manifest = work.complete(self._stored([shard for shard, _ in results]))
+            stored = self._stored([shard for shard, _ in results], work.routes)
+            manifest = work.complete(stored)
             with _reasons(partial):
-                with (partial / MANIFEST).open("xb") as stream:
-                    stream.write(write_manifest(manifest))
-                    stream.flush()
-                    os.fsync(stream.fileno())
+                _write_manifest(partial, manifest)
                 _sync_folder(partial)
                 partial.rename(final)
                 _sync_folder(final.parent)
@@ -332,7 +360,9 @@ class Saver:
             shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _stored(self, shards: list[SavedShard | None]) -> dict[str, object]:
+    def _stored(
+        self, shards: list[SavedShard | None], of_routes: StoredFile | None
+    ) -> dict[str, object]:
         """Returns the manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
         tensors = {
             role: {
@@ -348,11 +378,32 @@ class Saver:
             for chunk, stored, words in zip(chunks, shard.stored, shard.sums, strict=True):
                 tensors[chunk.role][chunk.name].chunks.append(stored)
                 sums[chunk.role][chunk.name] = (sums[chunk.role][chunk.name] + words) % (1 << 64)
+        files = {shard.name: shard.file for shard in shards if shard is not None}
         return {
-            "files": {shard.name: shard.file for shard in shards if shard is not None},
+            "files": files if of_routes is None else files | {routes.FILE: of_routes},
             "tensors": tensors,
             "sums": {role: joined(of_role) for role, of_role in sums.items()},
         }
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest and reads it again: what cannot be read must not take an earlier checkpoint's place.
+
+    Raises NotWritten and OSError.
+    """
+    try:
+        content = write_manifest(manifest)
+    except ValueError as error:
+        raise NotWritten(f"its state has no form in {MANIFEST}: {error}") from None
+    with (folder / MANIFEST).open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    try:
+        parse_manifest(folder)
+    except DamagedCheckpoint as error:
+        why = str(error).removesuffix("; use an earlier checkpoint.")
+        raise NotWritten(f"it could not be read again: {why}") from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -36,7 +36,7 @@ from mindgrpo.run.preflight import (
     read_tokenizer,
     scorer_of,
 )
-from mindgrpo.run.start import find_start, run_name
+from mindgrpo.run.start import changes_since, find_start, run_name
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,11 +72,12 @@ def _check(loaded: Loaded, files: Sequence[Path], world_size: int | None) -> Inp
     check_hosts(loaded.config.context.target, os.environ, world_size or 1)
     _check_folder(loaded.config)
     check_installed(loaded.config.monitor_config.trackers)
+    start, loaded = find_start(loaded, run_name(files))
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:
         here = None if world_size is None else ranks_per_host(os.environ, world_size)
-        start = find_start(loaded.config, inputs, run_name(files))
+        changes_since(start, loaded.config, inputs)
         refuse_what_cannot_run(inputs.plan, here, start)
         inputs.check_rewards()
         # Last: who checks before the run goes to another host learns of everything else first.

@@ -164,7 +164,11 @@ def configuration_words(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 def _configurations_of(model: str) -> list[Path]:
     """Returns the file with a run's resolved configuration, where `model` is a run's folder or in it."""
-    paths = [folder / RESOLVED for folder in (Path(model), Path(model).parent)]
+    folder = Path(model).absolute()
+    folders = [folder, folder.parent]
+    if folder.parent.name == "checkpoints":
+        folders.append(folder.parent.parent)
+    paths = [one / RESOLVED for one in folders]
     return [path for path in paths if path.is_file()][:1]
 
 

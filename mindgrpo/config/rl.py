@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -43,7 +44,7 @@ class CheckpointKeys(Section):
     """file format of checkpoints: safetensors files and one JSON file"""
     resume_training: Annotated[bool | str, BeforeValidator(_switch_or_path)] = False
     """resume from a checkpoint: true for the latest one of output_dir (without output_dir, of the newest run of this
-    configuration that has one), or the path of a run or of a checkpoint"""
+    configuration and kind of training that has one), or the path of a run or of a checkpoint"""
     resume_changed: Annotated[list[str], BEFORE_LIST] = []
     """keys that may differ from the resumed run, as the error message lists them, or all"""
     max_seconds: float | None = Field(None, gt=0)
@@ -166,6 +167,9 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """system message for prompts that have none"""
     chat_template: OptionalText = None
     """chat template: a name such as qwen_r1, FILE.jinja or FILE.json:NAME; null: the tokenizer's own"""
+    chat_template_date: OptionalText = None
+    """date, or date and time, that a chat template gets from strftime_now, as in 2026-11-28; null: when the run began,
+    also after it is resumed"""
     prompt_overflow: Literal["error", "drop", "left", "right"] = "error"
     """what to do with a prompt that is longer than generate_config.max_prompt_length. error: report an error; drop:
     skip the row; left, right: truncate the prompt on that side"""
@@ -269,6 +273,15 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
         if len(set(modes)) < len(modes):
             raise ValueError("must name each mode once, as in sampled,greedy")
         return modes
+
+    @field_validator("chat_template_date")
+    @classmethod
+    def _is_date(cls, text: str | None) -> str | None:
+        try:
+            datetime.fromisoformat(text or "2026-11-28")
+        except ValueError:
+            raise ValueError("must be a date, as in 2026-11-28 or 2026-11-28 09:30:00") from None
+        return text
 
     @field_validator("logprob_gap_limit")
     @classmethod

@@ -7,6 +7,7 @@ is one update by `rl_config.prompts_per_step` rows, its loss the mean negative l
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from mindgrpo.config.rl import RLConfig
 from mindgrpo.config.schema import LIVE
@@ -27,7 +28,8 @@ _READ = frozenset(
         *("model_name", "deterministic", "seed", "max_seconds", "performance_stats"),
         *("dataset_file", "dataset_split", "dataset_map_keys", "tokenizer_dir", "chat_template"),
         *("eval_dataset_file", "eval_dataset_split", "eval_steps", "eval_on_start", "eval_samples"),
-        *("system_prompt", "prompt_overflow", "epochs", "max_steps", "prompts_per_step"),
+        *("chat_template_date", "system_prompt", "prompt_overflow", "epochs", "max_steps"),
+        "prompts_per_step",
         *("batch_size", "seq_length", "packing", "pack_num", "micro_batch_interleaved"),
         *("save_ckpt_interval", "save_max_ckpt_num", "save_ckpt_best", "save_ckpt_async"),
         *("save_ckpt_format", "resume_training", "resume_changed"),
@@ -64,6 +66,12 @@ def is_read(key: str) -> bool:
     """Returns whether supervised training reads a key of the configuration."""
     in_section = key.split(".")[0] in _SECTIONS and key not in _OF_ROLLOUTS
     return in_section or key in _READ or "." not in key
+
+
+def is_supervised(values: Mapping[str, object]) -> bool:
+    """Returns whether these values by key, which may be an older version's, are those of supervised training."""
+    fixed = [(key, value) for key, value in _FIXED.items() if key.startswith("rl_config.")]
+    return all(key in values and values[key] == value for key, value in fixed)
 
 
 def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sourced]:

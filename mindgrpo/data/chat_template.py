@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -194,22 +197,44 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     return schema
 
 
+@contextmanager
+def _same_draws(seed: str) -> Iterator[None]:
+    """Has the templates' filter `random` draw by `seed` alone; what others draw goes on as if nothing had been."""
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     with_spans: bool = False,
+    date: datetime | None = None,
     **variables: Any,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Returns the text and, `with_spans`, [start, end) characters of each `{% generation %}` block in it.
+
+    It is a function of the arguments: `strftime_now` tells `date` (None: the present), and what is drawn at random
+    depends on the template and the messages.
 
     `variables` are those of `apply_chat_template`: add_generation_prompt, tools, documents (None where a conversation
     has none), special tokens. Raises jinja2.TemplateSyntaxError for text that is no template, jinja2.TemplateError
     beyond the limits, and whatever the template's operations raise.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import (
+        _compile_jinja_template,
+        render_jinja_template,
+    )
 
     try:
-        with limits(MAX_SECONDS, MAX_GIB << 30):
+        with limits(MAX_SECONDS, MAX_GIB << 30), _same_draws(f"{template}{messages!r}"):
+            # The one that is rendered: it is kept by its text. No argument could replace a function.
+            _compile_jinja_template(template).globals["strftime_now"] = (
+                date or datetime.now()
+            ).strftime
             rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
                 chat_template=template,

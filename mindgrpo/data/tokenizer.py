@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -66,6 +67,8 @@ class Tokenizer:
     pad_id: int
     bos_id: int | None
     stop_ids: tuple[int, ...]
+    # What `strftime_now` of templates tells; None: the present.
+    date: datetime | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -129,7 +132,9 @@ class Tokenizer:
             )
         try:
             tokens = self.special_tokens
-            return render_chat(template.text, messages, with_spans, **tokens, **variables)
+            return render_chat(
+                template.text, messages, with_spans, self.date, **tokens, **variables
+            )
         except TemplateSyntaxError as error:
             raise UserError(
                 f"{template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"
@@ -408,16 +413,20 @@ def write_tokenizer(tokenizer: Tokenizer, target: Path, with_template: bool) -> 
     `with_template`: its chat template was chosen by name, so it becomes the folder's own, in both files where
     libraries look, and the token that ends its turns ends what the model generates.
     """
-    source = tokenizer.directory
     for name in FILES:
         (target / name).unlink(missing_ok=True)
+    copy_tokenizer(tokenizer.directory, target)
+    if with_template and tokenizer.template is not None:
+        write_template(tokenizer, tokenizer.template.text, target)
+        end_turns(tokenizer, target)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     if (source / FURTHER_TEMPLATES).is_dir():
         shutil.copytree(source / FURTHER_TEMPLATES, target / FURTHER_TEMPLATES, dirs_exist_ok=True)
-    if with_template and tokenizer.template is not None:
-        write_template(tokenizer, tokenizer.template.text, target)
-        end_turns(tokenizer, target)
 
 
 def write_template(tokenizer: Tokenizer, text: str, target: Path) -> None:

@@ -192,6 +192,12 @@ def read_config(directory: str | Path) -> DecoderConfig:
             "(config.json, *.safetensors, tokenizer.json) in actor_config.load."
         )
     if not path.exists():
+        # Of a run of this package, or of one of its checkpoints.
+        if any(Path(directory, name).exists() for name in ("manifest.json", "checkpoints")):
+            raise UserError(
+                f"'{directory}' holds a run's checkpoint, not a model; export it with python -m mindgrpo export --from "
+                f"{directory} --output DIR, and name DIR."
+            )
         raise UserError(
             f"'{directory}' has no config.json, so it is not a Hugging Face model directory; "
             "set actor_config.load to one."

@@ -7,6 +7,7 @@ rank would get with the samples. A rank asks for its rows' samples and its stage
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from mindgrpo.algorithm.sample import ExpertRoutes, Routes
 from mindgrpo.backend.contract import Group
 
 Part = ExpertRoutes | np.ndarray
+# Of what is passed on to be written, at a time.
+FEW_BYTES = 32 << 20
 
 
 class ReplayedRoutes(Mapping[int, np.ndarray]):
@@ -114,11 +117,21 @@ def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.uint8), *flat])
 
 
-def on_first_rank(routes: Sequence[Routes], world: Group) -> list[Routes]:
-    """Returns `routes` with all values on the first rank, as arrays; elsewhere as they are. All ranks together."""
-    first = next((own for own in routes if own), None)
-    layers = range(first[0].shape[1]) if first else []
-    fetched = ReplayedRoutes(routes, layers, world)
-    is_first = world.index == 0
-    fetched.fetch(range(len(routes)) if is_first else ())
-    return [(fetched[i],) if own and is_first else own for i, own in enumerate(routes)]
+def on_first_rank(
+    routes: Sequence[Routes], world: Group, most_bytes: int = FEW_BYTES
+) -> Iterator[np.ndarray]:
+    """Yields the routes of each sample as one array on the first rank, without values elsewhere.
+
+    All ranks go through them together, to the end. The first gets those of a few samples at a time, of `most_bytes` or
+    of one sample.
+    """
+    is_first, begin, size = world.index == 0, 0, 0
+    for stop, own in enumerate(routes, start=1):
+        size += sum(prod(part.shape) * part.dtype.itemsize for part in own)
+        if size < most_bytes and stop < len(routes):
+            continue
+        few = ReplayedRoutes(routes[begin:stop], range(own[0].shape[1]), world)
+        few.fetch(range(len(few)) if is_first else ())
+        for i in range(len(few)):
+            yield few[i] if is_first else np.zeros(0, own[0].dtype)
+        begin, size = stop, 0

@@ -1,7 +1,7 @@
 """Makes the folder that a run writes to, prepares one that is continued, and says which process writes it.
 
-Nothing is overwritten: a folder that holds an earlier run is an error, and a continued run's rows after its checkpoint
-are put aside.
+Nothing is overwritten: a folder with an earlier run's steps is an error, the files of one that made none are put aside,
+as are a continued run's rows after its checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def create(
 ) -> Path:
     """Makes OUTPUT_DIR (None: ROOT/CONFIG_NAME/TIME), and points ROOT/latest at it; it may hold a run that `continues`.
 
-    Raises UserError for a folder that holds an earlier run or cannot be made or written.
+    Raises UserError for a folder that holds an earlier run's steps or cannot be made or written.
     """
     root = Path(root)
     directory = root / config_name if output_dir is None else Path(output_dir)
@@ -85,15 +85,33 @@ def create(
 
 
 def check_free(directory: Path | str) -> None:
-    """Raises UserError if the directory holds an earlier run."""
+    """Raises UserError if the directory holds an earlier run that has made a step, or may be making its first."""
     directory = Path(directory)
-    if (directory / "metrics.jsonl").exists():
-        steps = steps_in(directory)
-        resume = f"resume it from step {steps[-1]} with --resume_training true, " if steps else ""
-        raise UserError(
-            f"output_dir {directory} holds an earlier run (its metrics.jsonl), and a run "
-            f"overwrites nothing: {resume}name another directory or leave --output_dir out."
+    if not (directory / ROWS[0]).exists():
+        return
+    steps, another = steps_in(directory), "name another output_dir or leave it out."
+    if steps or _has_rows(directory / ROWS[0]):
+        resume = (
+            f"resume it from step {steps[-1]} with rl_config.resume_training true, "
+            if steps
+            else ""
         )
+        raise UserError(
+            f"output_dir {directory} holds an earlier run (its {ROWS[0]}), and a run overwrites nothing: "
+            f"{resume}{another}"
+        )
+    process = read_process(directory)
+    is_own = process is not None and process.is_here and process.pid == os.getpid()
+    if process is not None and not is_own and process.is_alive is not False:
+        now = "is running" if process.is_alive else "cannot be seen from here"
+        raise UserError(
+            f"output_dir {directory} is that of process {process.pid} on {process.host}, which {now}: {another}"
+        )
+
+
+def _has_rows(path: Path) -> bool:
+    with path.open("rb") as rows:
+        return row_of(rows.readline()) is not None
 
 
 def own_folder(asked: Path | str, name: str, taken: str, key: str) -> Path:
@@ -177,7 +195,10 @@ def _first_after(path: Path, step: int) -> tuple[int, int]:
 
 
 def put_earlier_aside(directory: Path) -> Path | None:
-    """Moves the files of a run that saved no checkpoint to a new folder in it; returns that, None if there are none."""
+    """Moves the files of a run that saved no checkpoint, or made no step, to a new folder in it.
+
+    Returns that folder; None if there are no such files.
+    """
     leftover = [directory / name for name in RUN_FILES if (directory / name).exists()]
     if not leftover:
         return None

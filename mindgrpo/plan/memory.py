@@ -158,8 +158,26 @@ def _largest(layout: Layout) -> int:
 
 # Roles that are made again instead of kept on the host (grpo/roles.py).
 REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
+# Of a token in a checkpoint's manifest: its id, log-prob and turn.
+TOKEN_BYTES = 16
 # Policy and the optimizer's two moments, in float32.
 COPIES_IN_A_CHECKPOINT = 3
+
+
+def unfinished_bytes(plan: RunPlan) -> int:
+    """Returns the most bytes of unfinished completions that a step leaves to the next, with the experts of tokens."""
+    rl, generate, moe = plan.config.rl_config, plan.config.generate_config, plan.model.moe
+    if not rl.partial_rollout:
+        return 0
+    samples = plan.batch.prompts_under_way * rl.num_generations
+    longest = generate.sampling_config.max_tokens
+    size = samples * longest * TOKEN_BYTES
+    if rl.router_replay and moe is not None:
+        layers = sum(layer.has_experts for layer in plan.model.layers)
+        item = 1 if moe.num_experts <= 256 else 2
+        tokens = samples * (generate.max_prompt_length + longest)
+        size += tokens * layers * moe.per_token * item
+    return size
 
 
 @dataclass(frozen=True)
@@ -297,6 +315,7 @@ class HostPlan:
         if config.rl_config.save_ckpt_interval:
             share = COPIES_IN_A_CHECKPOINT * FLOAT_BYTES * num_parameters(plan.model)
             sizes["a checkpoint until it is written"] = share // plan.world_size
+        sizes["unfinished completions (partial_rollout), at most"] = unfinished_bytes(plan)
         lines = [f"{format_bytes(size):>10} a rank: {what}" for what, size in sizes.items() if size]
         export = format_bytes(self.export_bytes)
         lines.append(

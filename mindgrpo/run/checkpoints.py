@@ -10,12 +10,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
-from mindgrpo.algorithm.sample import CarriedOver, PartialGroup
+from mindgrpo.algorithm.sample import CarriedOver
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
@@ -30,6 +29,7 @@ from mindgrpo.checkpoint.format import (
     stored_groups,
 )
 from mindgrpo.checkpoint.load import check_tensors, load_role
+from mindgrpo.checkpoint.routes import check_routes, tensors_of
 from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
@@ -83,9 +83,8 @@ class RunCheckpoints:
         if self._best is None:
             return None
         path = folders.folder_of(self._record.directory, self._best.step)
-        reward = self._rl.save_ckpt_best
         return {
-            "reward": reward,
+            "reward": self._best.reward or self._rl.save_ckpt_best,
             "score": self._best.score,
             "step": self._best.step,
             "path": str(path),
@@ -119,7 +118,7 @@ class RunCheckpoints:
         self._better = None
         sign, best = -1.0 if lower_is_better else 1.0, self._best
         if step and score is not None and (best is None or sign * (score - best.score) > 0):
-            self._better = Best(step=step, score=score)
+            self._better = Best(step=step, score=score, reward=name)
         if step == self._newest:
             self._best = self._best_with(step)
 
@@ -151,7 +150,7 @@ class RunCheckpoints:
             weights_version=self._roles.policy.version,
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
-            unfinished=stored_groups(self._with_routes(carried.unfinished)),
+            unfinished=stored_groups(carried.unfinished),
             baselines=dict(carried.baselines),
             solved=list(carried.solved),
             shapes={
@@ -161,6 +160,8 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
+        tensors = tensors_of(state.unfinished)
+        routes = [carried.unfinished[group].samples[i].routes for group, i in tensors]
         plan = self._roles.plan
         lora = plan.lora and StoredAdapters(
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
@@ -179,26 +180,13 @@ class RunCheckpoints:
                     lambda stored: Manifest.model_validate(described | stored),
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
+                    tensors=tensors,
+                    arrays=on_first_rank(routes, self._backend.world),
                 )
         except NotWritten as reason:
             self._failed(step, reason)
         figures["time/checkpoint"] = time.perf_counter() - started
         return figures
-
-    def _with_routes(self, groups: Sequence[PartialGroup]) -> list[PartialGroup]:
-        """Returns the groups with the routes of their ended samples on the first rank, which writes them."""
-        ended = [
-            sample.routes if sample.finish_reason is not None else ()
-            for group in groups
-            for sample in group.samples
-        ]
-        if not any(ended):
-            return list(groups)
-        routes = iter(on_first_rank(ended, self._backend.world))
-        return [
-            replace(g, samples=tuple(replace(s, routes=next(routes)) for s in g.samples))
-            for g in groups
-        ]
 
     def _bring(self, role: str) -> None:
         # The roles of an update are those that a checkpoint holds; after an update they are there already.
@@ -341,6 +329,7 @@ def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) 
     check_tensors(folder, manifest, saved)
     error = None
     try:
+        check_routes(folder, manifest)
         for role, weights in saved.items():
             load_role(folder, manifest, role, weights)
     except DamagedCheckpoint as damaged:

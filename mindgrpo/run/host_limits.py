@@ -18,7 +18,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
-from mindgrpo.plan.memory import COPIES_IN_A_CHECKPOINT
+from mindgrpo.plan.memory import COPIES_IN_A_CHECKPOINT, unfinished_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.run.machine_checks import Finding, needs
 
@@ -86,7 +86,7 @@ def _checkpoint_bytes(plan: RunPlan) -> int:
     copies = trained * COPIES_IN_A_CHECKPOINT
     if plan.config.ref_config.sync_ref_model:
         copies += num_parameters(plan.model)
-    return copies * FLOAT_BYTES
+    return copies * FLOAT_BYTES + unfinished_bytes(plan)
 
 
 def disk(plan: RunPlan, start: Start | None = None) -> Finding:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -192,14 +193,16 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfi
 
 
 def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
-    """Reads the tokenizer, with the configuration's chat template."""
+    """Reads the tokenizer, with the configuration's chat template and the date that it tells."""
     tokenizer = load_tokenizer(config.tokenizer_dir)
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(
             f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
             f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
         )
-    return tokenizer.with_template(config.rl_config.chat_template)
+    rl = config.rl_config
+    date = datetime.fromisoformat(rl.chat_template_date) if rl.chat_template_date else None
+    return replace(tokenizer.with_template(rl.chat_template), date=date)
 
 
 def held_out_prompts(

@@ -12,8 +12,10 @@ from mindgrpo.algorithm.sample import NOTHING_CARRIED, CarriedOver
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
+from mindgrpo.checkpoint.differences import scoring_changes
 from mindgrpo.checkpoint.folders import Start, folder_of
 from mindgrpo.checkpoint.format import restored_groups
+from mindgrpo.checkpoint.routes import read_routes
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.sources import Ranks
@@ -25,7 +27,7 @@ from mindgrpo.run.checkpoints import RunCheckpoints, restore, unsaved_digests
 from mindgrpo.run.host_limits import refuse_small_disk
 from mindgrpo.run.preflight import Inputs
 from mindgrpo.run.recorder import RunRecord
-from mindgrpo.run.start import check_same_start, find_start, identity_of
+from mindgrpo.run.start import changes_since, check_same_start, find_start, identity_of
 from mindgrpo.run.stop_signals import Stop, Stopping
 from mindgrpo.run.watch import Watch
 
@@ -67,10 +69,12 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     backend = connect(context.target, dict(os.environ), settings)
     check_same_start(config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
-    on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
+    on_first_rank(backend, lambda: check_installed(loaded.config.monitor_config.trackers))
+    start, loaded = on_first_rank(backend, lambda: find_start(loaded, name))
+    config = loaded.config
     inputs = prepare(config, backend.world_size, ranks, backend.rank == 0)
     prompts = PromptSource(inputs.prompts, rl.seed, inputs.plan.batch.prompts_per_step)
-    start = on_first_rank(backend, lambda: find_start(config, inputs, name))
+    changes = on_first_rank(backend, lambda: changes_since(start, config, inputs))
     on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
     record = RunRecord(loaded, name, backend, launched, start)
     stopping = Stopping(backend, launched, rl.max_seconds)
@@ -78,7 +82,7 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     num_steps = inputs.plan.num_steps(len(inputs.prompts))
     run = OpenRun(config, backend, inputs, prompts, start, record, watch, stopping, num_steps)
     notes = [*inputs.notes, *schedule_notes(config, run.num_updates), *backend.unmet, *watch.notes]
-    record.banner(inputs, [*notes, *(start.notes if start else [])])
+    record.banner(inputs, [*notes, *(start.notes if start else []), *changes])
     return run
 
 
@@ -93,9 +97,10 @@ class Session:
         self.num_steps = run.num_steps
         self._record, self._prompts = record, prompts = run.record, run.prompts
         config, inputs, start = run.config, run.inputs, run.start
-        identity = identity_of(config, inputs)
-        if config.rl_config.saves_checkpoints:
-            identity = identity_of(config, inputs, unsaved_digests(config, roles))
+        saves = config.rl_config.saves_checkpoints
+        unsaved = unsaved_digests(config, roles) if saves else None
+        # The first rank alone has the rewards.
+        identity = on_first_rank(run.backend, lambda: identity_of(config, inputs, unsaved))
         chosen = state = None
         self.done = 0
         self.open_row: dict[str, Any] | None = None
@@ -107,7 +112,8 @@ class Session:
             state = chosen.manifest.state
             self.done, self.open_row, prompts.position = state.step, state.open_row, state.prompts
             owners = prompts.at([group.position for group in state.unfinished])
-            groups = restored_groups(state.unfinished, [owner.ids for owner in owners])
+            routes = read_routes(chosen.folder, chosen.manifest)
+            groups = restored_groups(state.unfinished, [owner.ids for owner in owners], routes)
             self.carried = CarriedOver(groups, state.baselines, tuple(state.solved))
             prompts.solved = set(state.solved)
             for phase, shapes in state.shapes.items():
@@ -116,6 +122,13 @@ class Session:
             record.console.line(
                 f"  resumed from {chosen.folder}: {self.done} of {run.num_steps} steps are done"
             )
+            changes = scoring_changes(chosen.manifest.identity, identity)
+            if state.best is not None and changes:
+                record.console.line(
+                    f"  the best checkpoint so far, of step {state.best.step}, is not compared with later ones: "
+                    f"{'; '.join(map(str, changes))}"
+                )
+                state = state.model_copy(update={"best": None})
         self._taken, self._last_row = prompts.position, self.done
         is_over = self.done >= run.num_steps and self.open_row is None
         self.has_model = is_over and (record.model_directory / "config.json").exists()

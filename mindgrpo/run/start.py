@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY
 from mindgrpo.backend.rank_consistency import different_ranks, digest
 from mindgrpo.checkpoint import differences, folders
 from mindgrpo.checkpoint.folders import Candidate, Start, find
-from mindgrpo.checkpoint.format import Identity
-from mindgrpo.config import Config, values_by_key
+from mindgrpo.checkpoint.format import Identity, StoredTokenizer
+from mindgrpo.config import Config, Loaded, values_by_key
+from mindgrpo.config.supervised import is_supervised
 from mindgrpo.errors import UserError
+from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.preflight import Inputs
 
 SOURCES = (".py", ".c", ".h")
+DATE_KEY, INVARIANT_KEY = "rl_config.chat_template_date", "context.batch_invariant"
 FOLDER = Path(mindgrpo.__file__).parent
 
 
@@ -65,16 +69,52 @@ def code_digest() -> str:
     return digest([(str(path.relative_to(FOLDER)), path.read_bytes()) for path in files])
 
 
-def find_start(config: Config, inputs: Inputs, name: str) -> Start | None:
-    """Finds where a resumed run begins and compares configurations; None for a new run. Raises UserError."""
-    start = find(config.rl_config.resume_training, config.output_dir, name, ROOT)
-    if start is not None and start.candidates:
-        start.notes.extend(compare(start.candidates[0], config, identity_of(config, inputs)))
-    return start
+def find_start(loaded: Loaded, name: str) -> tuple[Start | None, Loaded]:
+    """Finds where a resumed run begins, None for a new run; returns the configuration with the date of its beginning.
+
+    Raises UserError.
+    """
+    config, kind = loaded.config, is_supervised(values_by_key(loaded.config))
+    start = find(
+        config.rl_config.resume_training,
+        config.output_dir,
+        name,
+        ROOT,
+        lambda manifest: is_supervised(manifest.identity.config) == kind,
+    )
+    return start, _with_date(loaded, start)
+
+
+def _with_date(loaded: Loaded, start: Start | None) -> Loaded:
+    """Returns the configuration in which chat templates tell the date when the run began, unless the user named one."""
+    rl = loaded.config.rl_config
+    if rl.chat_template_date is not None:
+        return loaded
+    saved = start.candidates[0].manifest.identity.config if start and start.candidates else {}
+    date = saved.get(DATE_KEY) or datetime.now().isoformat(" ", "seconds")
+    rl = rl.model_copy(update={"chat_template_date": date})
+    config = loaded.config.model_copy(update={"rl_config": rl})
+    return replace(loaded, config=config, origins=loaded.origins | {DATE_KEY: "when the run began"})
+
+
+def changes_since(start: Start | None, config: Config, inputs: Inputs) -> list[str]:
+    """Returns lines about what has changed since the checkpoint that a run resumes. Raises UserError."""
+    if start is None or not start.candidates:
+        return []
+    return compare(start.candidates[0], config, identity_of(config, inputs))
 
 
 def compare(candidate: Candidate, config: Config, now: Identity) -> list[str]:
-    changes = differences.differences(candidate.manifest.identity, now)
+    saved = candidate.manifest.identity
+    kinds = [is_supervised(one.config) for one in (saved, now)]
+    if kinds[0] != kinds[1] and "all" not in config.rl_config.resume_changed:
+        was, is_now = ("supervised training" if one else "GRPO" for one in kinds)
+        raise UserError(
+            f"{candidate.folder} is of a run of {was} and cannot be resumed by {is_now}; to begin with its weights, "
+            f"export them (python -m mindgrpo export --from {candidate.folder} --output DIR) and set actor_config.load "
+            "to DIR."
+        )
+    changes = differences.differences(saved, now)
     if not now.unsaved:  # weights are compared when they have been read
         changes = [one for one in changes if not one.key.startswith("weights.")]
     return differences.check(changes, config.rl_config.resume_changed, str(candidate.folder))
@@ -83,13 +123,19 @@ def compare(candidate: Candidate, config: Config, now: Identity) -> list[str]:
 def identity_of(
     config: Config, inputs: Inputs, unsaved: Mapping[str, str] | None = None
 ) -> Identity:
-    plan = inputs.plan
+    plan, tokenizer = inputs.plan, inputs.tokenizer
     model = asdict(plan.model)
-    del model["raw"]
-    batch = plan.batch
+    # Nothing of the file's words, nor of how the package describes what model_type means.
+    del model["raw"], model["family"]
+    batch, template = plan.batch, inputs.tokenizer.template
+    rewards, scorer = None, inputs.scorer
+    if scorer is not None and not config.reward_config.verifier_function:
+        rewards = {name: float(own) for name, own in zip(scorer.names, scorer.weights, strict=True)}
+    # What they are on this machine and with this model.
+    numbers = {DTYPE_KEY: compute_dtype(config), INVARIANT_KEY: plan.batch_invariant}
     return Identity(
         code=mindgrpo.__version__,
-        config=_as_json(values_by_key(config)),
+        config=_as_json(values_by_key(config) | numbers),
         model=_as_json(model),
         data=inputs.prompts.fingerprint,
         batch={
@@ -97,6 +143,15 @@ def identity_of(
             "updates_per_rollout": batch.updates_per_rollout,
         },
         unsaved=dict(unsaved or {}),
+        held_out=inputs.held_out.fingerprint if inputs.held_out else "",
+        rewards=rewards,
+        tokenizer=StoredTokenizer(
+            directory=str(tokenizer.directory),
+            template=template.text if template else None,
+            is_chosen=config.rl_config.chat_template is not None,
+            turn_end=template.stop if template else None,
+            stop_ids=list(tokenizer.stop_ids),
+        ),
     )
 
 
@@ -141,6 +196,9 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
     notes: list[str] = []
+    if asked and not continues and (directory / run_directory.ROWS[0]).exists():
+        aside = run_directory.put_earlier_aside(directory)
+        notes.append(f"what an earlier run left before its first step: {aside}")
 
     def outside(key: str, asked: str | None, taken: str, kept: str) -> Path | None:
         if not asked:
