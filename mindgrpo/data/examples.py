@@ -169,7 +169,7 @@ class RowForm:
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
         read_from = self._read_from(row, question_key, answer_key)
-        return Example(messages, answer, columns, where, unanswered, read_from)
+        return Example(messages, answer, columns, where, unanswered, read_from=read_from)
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""
