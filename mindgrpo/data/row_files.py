@@ -401,7 +401,7 @@ def as_plain(value: object) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         if value.dtype.kind not in "mM":
             return value.tolist()
-        if value.ndim:
+        if isinstance(value, np.ndarray):
             return list(value)
         return None if np.isnat(value) else str(value)
     if isinstance(value, datetime.date | datetime.time):
