@@ -159,6 +159,7 @@ def summary(files: Sequence[Path], inputs: Inputs, notices: Sequence[str] = ()) 
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
         "data": inputs.data_lines(),
+        "prompt": inputs.prompt_lines(),
         "rewards": [", ".join(rewards) or "none: the teacher's log-probs alone"],
         "notes": [*notices, *inputs.notes],
     }

@@ -10,7 +10,8 @@ import numpy as np
 
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.examples import Example, Message
+from mindgrpo.data.examples import Example
+from mindgrpo.data.messages import Message
 from mindgrpo.data.prompts import Fitted, Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix

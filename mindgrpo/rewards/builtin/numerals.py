@@ -73,19 +73,31 @@ LAST = re.compile(rf"[\d{VULGAR_FRACTION}]")
 IN_ASCII = {0x66B: ord("."), 0x66C: ord(","), **{n: n - 0xFEE0 for n in range(0xFF01, 0xFF5F)}}
 # What may stand beside a gold number: words, units and the LaTeX that wraps them.
 WRAPPING = re.compile(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{[^{}]*\}|\\[%$,!; ]")
-MATHEMATICS = re.compile(r"[\\^_{}()\[\]=<>+*/|~]")
+# What may not: operators, unknowns, and words that make another number of it.
+MATHEMATICS = re.compile(
+    r"[\\^_{}()\[\]=<>+*/|~≤≥≠±√×÷·⋅∙∞∪∩∈∉≡→⇒∑∏∫π⋯]|[,;]\s*(?:\.\.|…)|\b[A-Za-z]!"
+    r"|(?<![A-Za-z])(?:[iknxyz]|pi|sqrt|log|ln|sin|cos|tan)(?![A-Za-z])"
+)
+ANOTHER_NUMBER = re.compile(
+    r"(?i)(?<!\\)\b(?:(?:hundred|thousand|[mb]illion|trillion|lakh|crore|dozen)s?|half|squared|cubed|factorial"
+    r"|mod(?:ulo)?|plus|minus|negative)\b|[百万萬亿億兆]|千(?![克米瓦卡])"
+)
 
 
 def gold_number(gold: object) -> Fraction | None:
-    """Returns the number that a gold answer is; None where it is anything else, such as an interval or 2x."""
-    text = str(gold)[-2 * LONGEST_BOX :].rpartition(GOLD_MARK)[2]
+    """Returns the number that a gold answer is; None where it is anything else, such as an interval, 2x or 5!."""
+    text = str(gold).rpartition(GOLD_MARK)[2]
     boxed = box_content(text)
-    window = _plain(text if boxed is None else boxed)
-    numbers = list(NUMBER.finditer(window))
+    window = text if boxed is None else boxed
+    if len(window) > 2 * LONGEST_BOX or has_several_boxes(text):
+        return None
+    numbers = list(NUMBER.finditer(_plain(window)))
     if len(numbers) != 1:
         return None
-    around = WRAPPING.sub(" ", " ".join(_around(numbers[0])))
-    return None if MATHEMATICS.search(around) else _value(numbers[0])
+    before, after = _around(numbers[0])
+    around = f"{before} {after}"
+    has_more = MATHEMATICS.search(WRAPPING.sub(" ", around)) or ANOTHER_NUMBER.search(around)
+    return None if has_more or after.lstrip().startswith("!") else _value(numbers[0])
 
 
 def last_number(text: str) -> Fraction | None:
@@ -133,11 +145,23 @@ def box_content(text: str) -> str | None:
     return None
 
 
+def has_several_boxes(text: str) -> bool:
+    """Returns whether the last two boxes hold different things."""
+    last = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"), 0)
+    return box_content(text[:last]) not in (None, box_content(text))
+
+
+def in_ascii(text: str) -> str:
+    """Replaces digits of any script, and full-width signs, by ASCII ones."""
+    if text.isascii():
+        return text
+    text = text.translate(IN_ASCII)
+    return DECIMAL.sub(lambda digit: str(unicodedata.decimal(digit.group())), text)
+
+
 def _plain(window: str) -> str:
-    """Replaces digits of any script by ASCII ones, and LaTeX's spellings of a number by plain ones."""
-    if not window.isascii():
-        window = window.translate(IN_ASCII)
-        window = DECIMAL.sub(lambda digit: str(unicodedata.decimal(digit.group())), window)
+    """Does the same, and replaces LaTeX's spellings of a number by plain ones."""
+    window = in_ascii(window)
     window = LATEX_GROUPING.sub(",", LATEX_DOLLAR.sub("$", window))
     window = LATEX_DEGREE.sub("°", window)
     return LATEX_FRACTION.sub(lambda f: f"{f[1] or f[3]}/{f[2] or f[4]}", window)
