@@ -7,17 +7,24 @@ Does NOT prove that a module which does something at import does it once only.
 from __future__ import annotations
 
 import asyncio
+import decimal
 import math
+import re
+import signal
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.signal_use import watch_signals
 
 GOOD = "<think>12+30=42</think><answer>42</answer>"
 
@@ -352,9 +359,217 @@ def test_what_a_function_in_verls_form_does_wrong_costs_its_sample(scorer: Any) 
         scorer(a_number).dry_run(["a", "b"], ["", ""], {})
 
 
-def test_a_reward_for_conversations_is_told_that_completions_are_texts(scorer: Any) -> None:
-    def brief(completions: Any, **_: object) -> list[float]:
-        return [float(len(completion[0]["content"]) < 9) for completion in completions]
+async def awaited(returned: Any) -> Any:
+    return returned
 
-    with pytest.raises(UserError, match="completions are texts here: write completion for"):
-        scorer(brief).dry_run(["a", "b"], ["", ""], {})
+
+@each_row(
+    "makes", [list, tuple, lambda scores: awaited(list(scores)), lambda scores: np.array([*scores])]
+)
+def test_a_function_in_verls_batched_form_scores_like_a_reward(scorer: Any, makes: Any) -> None:
+    calls = []
+
+    def compute_score(
+        data_sources: Any,
+        solution_strs: Any,
+        ground_truths: Any,
+        extra_infos: Any,
+        weight: float = 2.0,
+    ) -> Any:
+        calls.append((data_sources, solution_strs, ground_truths, extra_infos))
+        pairs = zip(solution_strs, ground_truths, strict=True)
+        return makes(weight * (text == gold) for text, gold in pairs)
+
+    columns = {"data_source": ["sums", "gsm8k"], "reward_model": [{"ground_truth": 7}, None]}
+    given = scorer(compute_score)
+    given.dry_run(["7", "8"], ["7", "8"], columns)
+    scores = given.score(["7", "8"], ["7", "8"], columns)
+    np.testing.assert_array_equal(scores.total, [0.0, 2.0])  # 7 is no text there
+    assert calls[-1] == (["sums", "gsm8k"], ["7", "8"], [7, "8"], [None, None])
+
+
+def test_a_batch_in_verls_form_may_hold_dicts_and_costs_the_samples_that_fail(scorer: Any) -> None:
+    def compute_score(solution_strs: list[str], ground_truths: list[str]) -> Any:
+        return [{"score": 1 / len(text), "acc": True} for text in solution_strs]
+
+    scores = scorer(compute_score).score(["", "ab"], ["", ""], {})
+    np.testing.assert_array_equal(scores.per_function["compute_score"], [math.nan, 0.5])
+
+    def other(solution_strs: list[str]) -> Any:
+        return [{"acc": 1.0} for _ in solution_strs]
+
+    with pytest.raises(UserError, match="other returned a dict without 'score'"):
+        scorer(other).dry_run(["a", "b"], ["", ""], {})
+
+
+def as_messages(*texts: str) -> dict[str, Any]:
+    return {
+        "prompts": [[{"role": "user", "content": f"{text}?"}] for text in texts],
+        "completions": [[{"role": "assistant", "content": text}] for text in texts],
+    }
+
+
+def test_functions_of_users_read_messages_where_these_are_passed_and_all_others_texts(
+    scorer: Any,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def as_in_trl(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen["as_in_trl"] = [prompts[0][-1]["content"], columns["level"]]
+        contents = [completion[0]["content"] for completion in completions]
+        completions[0][0]["content"] = prompts[0][0]["content"] = "changed"
+        return [float(len(content)) for content in contents]
+
+    def positional(given: Any) -> list[float]:
+        return [float(completion[-1]["role"] == "assistant") for completion in given]
+
+    def one_by_one(solution_str: str, ground_truth: str) -> float:
+        return float(solution_str == ground_truth)
+
+    texts, columns = [GOOD, "42"], {"prompts": ["p", "q"], "level": [1, 2]}
+    given = scorer(as_in_trl, positional, one_by_one, "accuracy_reward")
+    messages = as_messages(*texts)
+    given.dry_run(texts, ["42", "42"], columns, "", messages)
+    scores = given.score(texts, ["42", "42"], columns, messages)
+    assert scores.errors == dict.fromkeys(given.names, 0), scores.messages
+    by_function = {name: values.tolist() for name, values in scores.per_function.items()}
+    assert by_function == {
+        "as_in_trl": [len(GOOD), 2.0],
+        "positional": [1.0, 1.0],
+        "one_by_one": [0.0, 1.0],
+        "accuracy_reward": [1.0, 1.0],
+    }
+    assert seen == {"as_in_trl": [f"{GOOD}?", [1, 2]]}
+    assert messages == as_messages(*texts)
+
+
+def reads_content(completions: Any) -> list[float]:
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def reads_by_get(completions: Any) -> list[float]:
+    return [float(len(completion[0].get("content"))) for completion in completions]
+
+
+def reads_prompts(prompts: Any, completions: Any) -> list[float]:
+    return [float(len(prompt[-1]["content"])) for prompt in prompts]
+
+
+def searches(completions: Any) -> list[float]:
+    return [float(bool(re.search("a", completion))) for completion in completions]
+
+
+def strips(completions: Any) -> list[float]:
+    return [float(len(completion.strip())) for completion in completions]
+
+
+@each_row(
+    "function, messages, said",
+    [
+        *(
+            (function, {}, "are texts here: set reward_config.completions to messages")
+            for function in (reads_content, reads_by_get, reads_prompts)
+        ),
+        *(
+            (function, as_messages("a", "b"), "or set reward_config.completions to text")
+            for function in (searches, strips)
+        ),
+    ],
+)
+def test_a_function_that_reads_the_other_form_is_told_the_key(
+    scorer: Any, function: Any, messages: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        scorer(function).dry_run(["a", "b"], ["", ""], {"prompts": ["p", "q"]}, "", messages)
+
+
+def sets_a_handler(text: str) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+
+
+def sets_an_alarm(text: str) -> None:
+    signal.alarm(5)
+
+
+def sets_a_timer(text: str) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 5.0)
+
+
+@each_row("uses", [sets_a_handler, sets_an_alarm, sets_a_timer])
+def test_a_function_of_the_main_program_that_uses_signals_is_refused_even_if_it_hides_it(
+    scorer: Any, uses: Any
+) -> None:
+    def verified(completions: list[str]) -> list[float]:
+        scores = []
+        for text in completions:
+            try:
+                if text != "no answer":
+                    uses(text)
+                scores.append(1.0)
+            except Exception:
+                scores.append(0.0)
+        return scores
+
+    given = scorer(verified)
+    with pytest.raises(
+        UserError, match=rf"verified calls signal\.\w+ at {__file__}:\d+.*put it into a"
+    ):
+        given.dry_run(["a", "b"], ["", ""], {})
+    # Where the trial did not show it, it costs the samples that meet it, and is no reward of 0.
+    scores = given.score(["no answer", "a"], ["", ""], {})
+    np.testing.assert_array_equal(scores.per_function["verified"], [1.0, math.nan])
+    assert "put it into a module" in scores.messages["verified"]
+    # Elsewhere signals do what they did.
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    assert signal.signal(signal.SIGUSR1, before) == signal.SIG_IGN
+
+
+def test_a_main_program_that_imports_signals_by_name_is_refused_too(
+    scorer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "set_alarm", signal.alarm, raising=False)
+    watch_signals.cache_clear()
+
+    def hides(completions: list[str]) -> list[float]:
+        with suppress(ValueError):
+            main.set_alarm(5)  # type: ignore[attr-defined]
+        return [0.0] * len(completions)
+
+    with pytest.raises(UserError, match="hides calls signal.alarm"):
+        scorer(hides).dry_run(["a", "b"], ["", ""], {})
+
+
+def test_a_function_of_the_main_program_finds_an_event_loop_and_its_programs_precision(
+    scorer: Any,
+) -> None:
+    def conditions(completions: list[str]) -> list[float]:
+        asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
+        return [float(decimal.getcontext().prec)] * len(completions)
+
+    with decimal.localcontext() as context:
+        context.prec = 77
+        given = scorer(conditions)
+    assert given.score(["a"], [""], {}).total.tolist() == [77.0]
+
+
+def test_where_every_function_returned_none_no_reward_is_known(scorer: Any) -> None:
+    def none(completions: list[str]) -> list[None]:
+        return [None] * len(completions)
+
+    def half(completions: list[str]) -> list[float | None]:
+        return [None, 3.0]
+
+    assert scorer(none).score(["a", "b"], ["", ""], {}).known_totals.tolist() == []
+    assert scorer(none, half).score(["a", "b"], ["", ""], {}).known_totals.tolist() == [3.0]
+
+
+def test_the_first_cause_is_told_with_the_last(scorer: Any) -> None:
+    def exhausts(completions: list[str]) -> list[float]:
+        raise RuntimeError("can't start new thread" if len(completions) > 1 else "timed out")
+
+    scores = scorer(exhausts).score(["a", "b"], ["", ""], {})
+    assert "2 raised: RuntimeError: timed out" in scores.messages["exhausts"]
+    assert "one call for all samples: RuntimeError: can't start new" in scores.messages["exhausts"]
+    with pytest.raises(UserError, match="timed out.*can't start new thread.*correct the function"):
+        scorer(exhausts).dry_run(["a", "b"], ["", ""], {})

@@ -45,6 +45,7 @@ class Example:
     """`messages` are the whole prompt, oldest first; the last one asks. `where` is the row's file and line.
 
     `unanswered` is what to do about a row that has no gold answer, if a reward asks for it; "" where it has one.
+    `is_conversation` is whether the row has its prompt as messages, not as a text.
     """
 
     messages: tuple[Message, ...]
@@ -52,6 +53,7 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     unanswered: str = ""
+    is_conversation: bool = False
 
     @property
     def question(self) -> str:
@@ -156,7 +158,7 @@ class RowForm:
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
         unanswered = f"{remedy(lacking, row)} ({where} has {', '.join(row)})" if lacking else ""
-        return Example(messages, answer, columns, where, unanswered)
+        return Example(messages, answer, columns, where, unanswered, is_conversation)
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""
