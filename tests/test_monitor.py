@@ -264,11 +264,15 @@ def test_a_pipe_that_nobody_reads_any_more_ends_no_program() -> None:
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
-def test_a_verb_prints_in_a_locale_of_few_letters() -> None:
+def test_a_verb_prints_in_a_locale_of_few_letters(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "?", "answer": "\u4e8c"}\n', encoding="utf-8"
+    )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "mindgrpo", "config", "--reference"]
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended.stderr
+    words = ["score", "--reward", "format_reward", "--data", "rows.jsonl"]
+    command = [sys.executable, "-m", "mindgrpo", *words]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "") and "\\u4e8c" in ended.stdout
 
 
 def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prompts() -> None:
