@@ -5,6 +5,7 @@ Does not prove that the trainer writes these keys, nor that the picture is prett
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -19,11 +20,12 @@ import pytest
 from tables import each_row
 
 from mindgrpo.errors import UserError
-from mindgrpo.monitor import run_directory
+from mindgrpo.monitor import curve, run_directory
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import CurveProcess, draw_curve
 from mindgrpo.monitor.host_memory import format_bytes, process_rss
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
+from mindgrpo.report import write
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -242,6 +244,21 @@ def test_what_a_console_cannot_show_is_escaped(encoding: str) -> None:
     console.step_line(a_step(1) | {"reward/\u5956\u52b1/mean": 0.5})
     shown = raw.getvalue().decode(encoding)
     assert ("\\u6570" in shown) is (encoding != "utf-8") and "reward 1.250" in shown
+
+
+def test_a_picture_and_a_page_whose_process_cannot_be_started_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    for module in (curve, write):
+        monkeypatch.setattr(module, "start_program", refuses)
+    monkeypatch.setattr(curve, "SECONDS_BETWEEN_PICTURES", 0.0)
+    drawing = CurveProcess(tmp_path / "metrics.jsonl", tmp_path / "reward_curve.png")
+    drawing.draw_sometimes({})
+    assert "cannot be started (Resource temp" in str(drawing.draw_last({}))
+    assert "cannot be started (Resource temp" in str(write.write_at_end(tmp_path)[1])
 
 
 def test_a_pipe_that_nobody_reads_any_more_ends_no_program() -> None:

@@ -245,6 +245,12 @@ def test_threads_reserve_memory_that_they_may_have(scorer: Callable[..., Scorer]
     assert scores.messages == {} and scores.total.tolist() == [1.0] * 256
 
 
+def test_memory_that_a_call_leaves_in_use_is_told(scorer: Callable[..., Scorer]) -> None:
+    report = score(scorer(f"{ODD}:keeps_what_it_has_read", memory=256 * MIB), ["a"])
+    assert report.metrics()["reward/keeps_what_it_has_read/memory"] == 1
+    assert "more than reward_config.memory, 256 MiB" in report.messages["keeps_what_it_has_read"]
+
+
 @each_row("raises", ["x", ""])
 def test_a_module_that_starts_a_thread_is_never_forked(
     scorer: Callable[..., Scorer], raises: str

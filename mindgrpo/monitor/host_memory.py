@@ -72,7 +72,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 def _containers(root: Path) -> Iterator[HostMemory]:
     """Yields the memory of the cgroups of this process that have a limit; in a container the root is its own."""
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
     own: dict[str, str] = {}

@@ -142,6 +142,8 @@ def serve(channel: socket.socket) -> None:
         for index, task in enumerate(asked):
             if task.session is None:
                 answer = service.answer(task.content)
+                if processes.memory_of(os.getpid()) > order.memory:
+                    answer = CallFailure(MEMORY, processes.too_much_memory(order.memory))
                 report(index, answer)
                 if isinstance(answer, CallFailure) and answer.kind == MEMORY:
                     return  # what is left of this process is not fit to be asked more

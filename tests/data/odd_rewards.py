@@ -86,6 +86,14 @@ def leaves_a_process(completions):
     return [1.0] * len(completions)
 
 
+kept = []
+
+
+def keeps_what_it_has_read(completions):
+    kept.append(b"x" * 10**9)
+    return [1.0] * len(completions)
+
+
 def asks_with_many_threads(completions):
     all_run = Barrier(len(completions))
     with ThreadPoolExecutor(len(completions)) as pool:
