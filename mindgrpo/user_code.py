@@ -127,10 +127,10 @@ def _is_found(name: str, path: Path) -> bool:
         return False
     importlib.invalidate_caches()  # the file may be as new as what is remembered of its folder
     try:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return False
-    return found is not None and found.origin is not None and Path(found.origin).resolve() == path
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
 
 
 def describe(error: BaseException) -> str:
