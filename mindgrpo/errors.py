@@ -6,9 +6,10 @@ import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import TracebackType
+from typing import TextIO
 
 # The exit status of a program that a UserError ends.
 USER_ERROR_STATUS = 2
@@ -71,6 +72,37 @@ def print_user_error(error: UserError) -> int:
     for sentence in sentences_of(error):
         print(f"mindgrpo: {sentence}", file=sys.stderr, flush=True)
     return USER_ERROR_STATUS
+
+
+def show(stream: TextIO | None, text: str) -> bool:
+    """Writes what is there to be looked at; returns False where nobody can read the stream any more.
+
+    Raises nothing: what is only shown ends no run. What the stream's encoding lacks is escaped; a pipe that nobody
+    reads leads nowhere from then on, or it would fail again when the process ends.
+    """
+    if stream is None:
+        return False
+    try:
+        try:
+            stream.write(text)
+        except UnicodeEncodeError:
+            encoding = stream.encoding or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        stream.flush()
+    except BrokenPipeError:
+        with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        return False
+    except (OSError, ValueError):  # a full disk, a terminal that has gone, a stream that was closed
+        pass
+    return True
+
+
+def escape_what_cannot_be_shown() -> None:
+    """Lets this program print what the encoding of its standard output lacks as escapes, where `print` would raise."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 def is_interactive() -> bool:

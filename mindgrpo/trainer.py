@@ -17,7 +17,7 @@ from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper, make
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.metrics import all_metrics
 from mindgrpo.grpo.roles import Roles, TrainedRoles
-from mindgrpo.grpo.scoring import RolloutScorer
+from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.grpo.settings import learning_rate_schedule
 from mindgrpo.grpo.supervised import SupervisedStepper, held_out_loss, supervised_metrics
 from mindgrpo.rollout.engine import Capabilities
@@ -41,7 +41,9 @@ class GRPOTrainer(TrainingLoop):
     `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, as
     does `environment` (a class or function of a module, or text as in `rl_config.environment`), and `config` is a
     mapping of its sections, or left out. `args` (a GRPOConfig) and `peft_config` (PEFT's LoraConfig, or a mapping with
-    its names) win over `config`. `others`, such as `processing_class`, are refused with the key to use.
+    its names) win over `config`. `reward_funcs` get what TRL passes: lists of messages for rows whose prompt is one,
+    unless reward_config.completions says otherwise. `others`, such as `processing_class`, are refused with the key to
+    use.
     """
 
     roles: Roles
@@ -73,6 +75,8 @@ class GRPOTrainer(TrainingLoop):
             else:
                 reward_functions = reward_funcs
         self._rewards = reward_functions, reward_weights
+        # Functions that are given by TRL's name get what TRL passes.
+        self._form: CompletionForm = "text" if reward_funcs is None else "as_prompts"
         super().__init__(
             with_arguments(
                 config,
@@ -87,7 +91,7 @@ class GRPOTrainer(TrainingLoop):
         )
 
     def _prepare(self, config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
-        return prepare(config, world_size, *self._rewards, ranks, scores)
+        return prepare(config, world_size, *self._rewards, ranks, scores, self._form)
 
     def _make_roles(self, restored: tuple[str, ...]) -> Roles:
         run = self.run
@@ -98,7 +102,7 @@ class GRPOTrainer(TrainingLoop):
         run = self.run
         inputs, backend = run.inputs, run.backend
         weight = environment_weight(run.config)
-        self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight)
+        self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight, inputs.form)
         learning_rate = learning_rate_schedule(run.config, run.num_updates)
         self.conversations = make_conversations(run.config, inputs.tokenizer, inputs.turns, backend)
         self.stepper = make_stepper(

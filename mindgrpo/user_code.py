@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -86,13 +87,50 @@ def import_source(kind: Kind, text: str, source: str) -> ModuleType:
 
 
 def _module_in(path: Path) -> ModuleType:
-    name = f"mindgrpo_user_file_{path.stem}_{abs(hash(str(path))):x}"
+    """Imports the file under its own name, by which pickle finds it in other processes, too.
+
+    A file that has changed since is imported again. Where another module has the name, the file gets one of its own.
+    """
+    name, status = path.stem, path.stat()
+    state = (status.st_mtime_ns, status.st_size, status.st_ino)
+    known = sys.modules.get(name)
+    if known is not None and _file_of(known) == path:
+        if _states.get(path, state) == state:
+            return known
+    elif known is not None or not _is_found(name, path):
+        name = f"mindgrpo_user_file_{name}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:16]}"
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
-    module_spec.loader.exec_module(module)
+    _states[path] = state
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
     return module
+
+
+# Of imported files, when they were imported.
+_states: dict[Path, tuple[int, int, int]] = {}
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None
+
+
+def _is_found(name: str, path: Path) -> bool:
+    """Returns whether a process with this one's search path imports `path` by `name`."""
+    if "." in name:
+        return False
+    importlib.invalidate_caches()  # the file may be as new as what is remembered of its folder
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
 
 
 def describe(error: BaseException) -> str:

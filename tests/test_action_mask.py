@@ -264,7 +264,7 @@ def test_lengths_and_the_gap_are_those_of_the_tokens_that_the_policy_wrote() -> 
 def test_rewards_by_length_are_told_the_tokens_that_the_policy_wrote() -> None:
     columns: dict[str, Any] = {}
 
-    def score(texts: list[str], answers: list[str], told: dict[str, Any]) -> Scores:
+    def score(texts: list[str], answers: list[str], told: dict[str, Any], *_: Any) -> Scores:
         columns.update(told)
         return Scores({"f": REWARDS}, REWARDS, REWARDS < 0)
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from mindgrpo.cli.arguments import Arguments
+from mindgrpo.config import load_config
 from mindgrpo.config.section import memory_bytes
 from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.data import mindrecord
@@ -25,7 +26,9 @@ from mindgrpo.data.examples import single_turn
 from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.sources import FOR_TRAINING, files_of, open_examples
 from mindgrpo.errors import UserError
-from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.models.decoder_config import decoder_config, read_config
+from mindgrpo.monitor.host_memory import HostMemory
+from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.run import host_limits as capacity
 from mindgrpo.run import machine_checks as doctor
 from mindgrpo.run.machine_checks import wrong_variables
@@ -288,3 +291,18 @@ def test_too_few_file_descriptors_are_told_with_the_command(
     monkeypatch.setattr("resource.getrlimit", lambda _: (128, 4096))
     found = capacity.descriptors(8)
     assert found.level == "error" and "ulimit -n 288" in found.remedy
+
+
+def test_a_check_and_doctor_read_the_memory_that_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = HostMemory(3 * 2**20, 4 * 2**20)
+    for module in (capacity, doctor):
+        monkeypatch.setattr(module, "host_memory", lambda: small)
+    example = ROOT / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
+    monkeypatch.chdir(ROOT)
+    config = load_config(example).config
+    found = capacity.memory(plan_run(config, read_config(config.actor_config.load), 8, None), 8)
+    assert found.level == "error" and "has 4.0 MiB, 1.0 MiB of it free" in found.what
+    said = [str(finding) for finding in doctor._capacity()]
+    assert [line for line in said if "memory 4.0 MiB, 1.0 MiB available" in line], said

@@ -227,8 +227,14 @@ class Lengths:
     def num_done(self) -> int:
         return 0
 
-    def score(self, texts: list[str], answers: list[str], columns: Mapping[str, Any]) -> Scores:
-        self.texts, self.columns = texts, columns
+    def score(
+        self,
+        texts: list[str],
+        answers: list[str],
+        columns: Mapping[str, Any],
+        as_messages: Mapping[str, Any],
+    ) -> Scores:
+        self.texts, self.columns, self.as_messages = texts, columns, as_messages
         values = np.array([10.0 * len(text) for text in texts])
         return Scores({"lengths": values}, values.astype(np.float32), values < 0)
 
@@ -240,8 +246,11 @@ def test_rewards_are_the_sum_of_the_turns_beside_those_of_functions(tokenizer: T
         SimpleNamespace(ids=DATA_PROMPT, text="p", question="q", answer="", columns={})
     ] * 4
     functions = Lengths()
-    scorer = RolloutScorer(functions, tokenizer, Alone(), 0.5)  # type: ignore[arg-type]
+    scorer = RolloutScorer(functions, tokenizer, Alone(), 0.5, "messages")  # type: ignore[arg-type]
     scored = scorer.score(rollout, prompts)
+    assert functions.as_messages["prompts"] == [[user("begin")]] * 4
+    wrote = [{"role": "assistant", "content": text} for text in texts[0]]
+    assert functions.as_messages["completions"][0] == [wrote[0], user("you get 1"), wrote[1]]
     environment = scored.scores.per_function["environment"]
     np.testing.assert_array_equal(environment, [3.0, 5.0, np.nan, 3.0])
     # What failed has the mean of its group's others.
@@ -265,7 +274,7 @@ def test_rewards_are_the_sum_of_the_turns_beside_those_of_functions(tokenizer: T
     class Nothing(Lengths):
         names = ()  # type: ignore[assignment]
 
-        def score(self, texts: list[str], answers: list[str], columns: Any) -> Scores:
+        def score(self, texts: list[str], *_: Any) -> Scores:
             return Scores({}, np.zeros(len(texts), np.float32), np.zeros(len(texts), bool))
 
     alone = RolloutScorer(Nothing(), tokenizer, Alone(), 1.0)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,10 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
+from tables import each_row
 
 from mindgrpo.config.observation import MonitorConfig
 from mindgrpo.monitor.host_memory import HostMemory, HostMemoryMonitor, host_memory
 
+ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 
 
@@ -196,6 +199,39 @@ def a_container(root: Path, limit: str, used: int, files: int) -> None:
 def test_a_containers_limit_counts_and_files_that_can_be_dropped_do_not(tmp_path: Path) -> None:
     a_container(tmp_path, str(2**20), 900_000, 300_000)
     assert host_memory(tmp_path) == HostMemory(600_000, 2**20)
+
+
+@each_row(
+    "lines, folder, names",
+    [
+        ("0::/slurm/job_7/step_0", "sys/fs/cgroup/slurm/job_7", ("memory.max", "memory.current")),
+        (
+            "4:cpu,memory:/jobs/7\n0::/",
+            "sys/fs/cgroup/memory/jobs/7",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ),
+    ],
+)
+def test_the_limit_of_a_job_counts_above_which_only_the_machine_s_is(
+    tmp_path_factory: pytest.TempPathFactory, lines: str, folder: str, names: tuple[str, str]
+) -> None:
+    root = tmp_path_factory.mktemp("root")
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"{lines}\n")
+    (root / folder).mkdir(parents=True)
+    for name, text in zip((*names, "memory.stat"), (2**20, 600_000, "anon 1"), strict=True):
+        (root / folder / name).write_text(f"{text}\n")
+    assert host_memory(root) == HostMemory(600_000, 2**20)
+
+
+def test_nothing_else_reads_the_machine_s_memory() -> None:
+    package = ROOT / "mindgrpo"
+    readers = [
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"virtual_memory\(|MemTotal|SC_PHYS_PAGES", path.read_text(encoding="utf-8"))
+    ]
+    assert readers == ["monitor/host_memory.py"]
 
 
 @pytest.mark.parametrize("limit", ["max", str(2**62)])

@@ -5,8 +5,10 @@ Does not prove that the trainer writes these keys, nor that the picture is prett
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -16,13 +18,17 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
-from mindgrpo.monitor import run_directory
+from mindgrpo.monitor import curve, run_directory
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.curve import CurveProcess, draw_curve
 from mindgrpo.monitor.host_memory import format_bytes, process_rss
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows, read_metrics
+from mindgrpo.report import write
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -207,6 +213,84 @@ def test_a_policy_that_has_diverged_draws_that_hint_and_none_that_would_mislead(
         "KL to the reference is 9.8",
         "54% of the positions that the update computes are padding",
     ]
+
+
+def test_a_divergence_that_becomes_ten_times_as_large_is_told_again() -> None:
+    stream = io.StringIO()
+    console = Console(True, stream)
+    for kl in (0.5, 1.5, 9.0, 11.0, 157.0, 200.0, 150.0, 2.0, 11.0):
+        console.step_line(a_step(1, kl=kl))
+    lines = [
+        line.partition("KL to the reference is ")[2] for line in stream.getvalue().splitlines()
+    ]
+    assert [line.partition(",")[0] for line in lines if line] == ["1.5", "11", "1.6e+02", "11"]
+
+
+def test_a_step_without_any_reward_shows_none_and_says_why() -> None:
+    stream = io.StringIO()
+    none = {"reward/mean": None, "reward/accuracy_reward/mean": None}
+    Console(True, stream).step_line(a_step(1) | none | {"reward/accuracy_reward/errors": 0})
+    assert "reward -  accuracy -" in stream.getvalue()
+    assert "hint: no reward function gave any sample a number" in stream.getvalue()
+    stream = io.StringIO()
+    Console(True, stream).step_line(a_step(1) | none | {"reward/accuracy_reward/errors": 4})
+    assert "hint" not in stream.getvalue()
+
+
+@each_row("encoding", ["latin-1", "ascii", "cp1252", "utf-8"])
+def test_what_a_console_cannot_show_is_escaped(encoding: str) -> None:
+    raw = io.BytesIO()
+    console = Console(True, io.TextIOWrapper(raw, encoding, "strict"))
+    console.banner("mindgrpo", {"prompt": ["\u00e9\u6570\U0001f600"]})
+    console.step_line(a_step(1) | {"reward/\u5956\u52b1/mean": 0.5})
+    shown = raw.getvalue().decode(encoding)
+    assert ("\\u6570" in shown) is (encoding != "utf-8") and "reward 1.250" in shown
+
+
+def test_a_picture_and_a_page_whose_process_cannot_be_started_end_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    for module in (curve, write):
+        monkeypatch.setattr(module, "start_program", refuses)
+    monkeypatch.setattr(curve, "SECONDS_BETWEEN_PICTURES", 0.0)
+    drawing = CurveProcess(tmp_path / "metrics.jsonl", tmp_path / "reward_curve.png")
+    drawing.draw_sometimes({})
+    assert "cannot be started (Resource temp" in str(drawing.draw_last({}))
+    assert "cannot be started (Resource temp" in str(write.write_at_end(tmp_path)[1])
+
+
+def test_a_pipe_that_nobody_reads_any_more_ends_no_program() -> None:
+    words = (
+        "from mindgrpo.monitor.console import Console\n"
+        "for _ in range(9): Console(True).line('a step')\n"
+        "print('mine', flush=True)\n"
+        "raise SystemExit(7)"
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as unread:
+        ended = subprocess.run(
+            [sys.executable, "-c", words],
+            cwd=ROOT,
+            stdout=unread,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (ended.returncode, ended.stderr) == (7, "")
+
+
+def test_a_verb_prints_in_a_locale_of_few_letters(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "?", "answer": "\u4e8c"}\n', encoding="utf-8"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    words = ["score", "--reward", "format_reward", "--data", "rows.jsonl"]
+    command = [sys.executable, "-m", "mindgrpo", *words]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "") and "\\u4e8c" in ended.stdout
 
 
 def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prompts() -> None:

@@ -7,17 +7,23 @@ Does NOT prove that a module which does something at import does it once only.
 from __future__ import annotations
 
 import asyncio
+import decimal
 import math
+import signal
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
+from mindgrpo.rewards.signal_use import watch_signals
 
 GOOD = "<think>12+30=42</think><answer>42</answer>"
 
@@ -300,61 +306,93 @@ def test_impossible_scorers_are_refused(
         scorer(*functions, weights=weights)
 
 
-VERL_FORMS: dict[str, Any] = {}
+def sets_a_handler(text: str) -> None:
+    signal.signal(signal.SIGALRM, lambda *_: None)
 
 
-def verl_form(function: Any) -> Any:
-    VERL_FORMS[function.__name__] = function
-    return function
+def sets_an_alarm(text: str) -> None:
+    signal.alarm(5)
 
 
-@verl_form
-def a_number(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
-    return len(data_source) + (solution_str == ground_truth)
+def sets_a_timer(text: str) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 5.0)
 
 
-@verl_form
-def a_dict(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
-    return {"score": a_number(data_source, solution_str, ground_truth), "acc": extra_info}
+@each_row("uses", [sets_a_handler, sets_an_alarm, sets_a_timer])
+def test_a_function_of_the_main_program_that_uses_signals_is_refused_even_if_it_hides_it(
+    scorer: Any, uses: Any
+) -> None:
+    def verified(completions: list[str]) -> list[float]:
+        scores = []
+        for text in completions:
+            try:
+                if text != "no answer":
+                    uses(text)
+                scores.append(1.0)
+            except Exception:
+                scores.append(0.0)
+        return scores
+
+    given = scorer(verified)
+    with pytest.raises(
+        UserError, match=rf"verified calls signal\.\w+ at {__file__}:\d+.*put it into a"
+    ):
+        given.dry_run(["a", "b"], ["", ""], {})
+    # Where the trial did not show it, it costs the samples that meet it, and is no reward of 0.
+    scores = given.score(["no answer", "a"], ["", ""], {})
+    np.testing.assert_array_equal(scores.per_function["verified"], [1.0, math.nan])
+    assert "put it into a module" in scores.messages["verified"]
+    # Elsewhere signals do what they did.
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    assert signal.signal(signal.SIGUSR1, before) == signal.SIG_IGN
 
 
-@verl_form
-def few_arguments(solution_str: str, ground_truth: str, method: str = "strict") -> Any:
-    assert method == "strict"
-    return 4 + (solution_str == ground_truth)
+def test_a_main_program_that_imports_signals_by_name_is_refused_too(
+    scorer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "set_alarm", signal.alarm, raising=False)
+    watch_signals.cache_clear()
+
+    def hides(completions: list[str]) -> list[float]:
+        with suppress(ValueError):
+            main.set_alarm(5)  # type: ignore[attr-defined]
+        return [0.0] * len(completions)
+
+    with pytest.raises(UserError, match="hides calls signal.alarm"):
+        scorer(hides).dry_run(["a", "b"], ["", ""], {})
 
 
-@verl_form
-async def a_coroutine(data_source: str, solution_str: str, ground_truth: str, **_: Any) -> Any:
-    return {"score": a_number(data_source, solution_str, ground_truth)}
+def test_a_function_of_the_main_program_finds_an_event_loop_and_its_programs_precision(
+    scorer: Any,
+) -> None:
+    def conditions(completions: list[str]) -> list[float]:
+        asyncio.get_event_loop().run_until_complete(asyncio.sleep(0))
+        return [float(decimal.getcontext().prec)] * len(completions)
+
+    with decimal.localcontext() as context:
+        context.prec = 77
+        given = scorer(conditions)
+    assert given.score(["a"], [""], {}).total.tolist() == [77.0]
 
 
-@pytest.mark.parametrize("form", VERL_FORMS)
-def test_a_function_in_verls_form_scores_like_a_reward(scorer: Any, form: str) -> None:
-    columns = {"data_source": ["sums", "gsm8k"]}
-    scores = scorer(VERL_FORMS[form]).score(["42", "7"], ["42", "8"], columns)
-    assert scores.errors == {form: 0}, scores.messages
-    np.testing.assert_array_equal(scores.total, [5, 4 if form == "few_arguments" else 5])
+def test_where_every_function_returned_none_no_reward_is_known(scorer: Any) -> None:
+    def none(completions: list[str]) -> list[None]:
+        return [None] * len(completions)
+
+    def half(completions: list[str]) -> list[float | None]:
+        return [None, 3.0]
+
+    assert scorer(none).score(["a", "b"], ["", ""], {}).known_totals.tolist() == []
+    assert scorer(none, half).score(["a", "b"], ["", ""], {}).known_totals.tolist() == [3.0]
 
 
-def test_what_a_function_in_verls_form_does_wrong_costs_its_sample(scorer: Any) -> None:
-    def raises(solution_str: str, ground_truth: str) -> float:
-        return 1 / len(solution_str)
+def test_the_first_cause_is_told_with_the_last(scorer: Any) -> None:
+    def exhausts(completions: list[str]) -> list[float]:
+        raise RuntimeError("can't start new thread" if len(completions) > 1 else "timed out")
 
-    def other(solution_str: str, ground_truth: str) -> dict[str, float]:
-        return {"acc": 1.0}
-
-    scores = scorer(raises, other).score(["", "ab"], ["", ""], {})
-    np.testing.assert_array_equal(scores.per_function["raises"], [math.nan, 0.5])
-    with pytest.raises(UserError, match="other returned a dict without 'score' .its keys are acc"):
-        scorer(other).dry_run(["a", "b"], ["", ""], {})
-    with pytest.raises(UserError, match="a_number wants 'data_source', which the data does not"):
-        scorer(a_number).dry_run(["a", "b"], ["", ""], {})
-
-
-def test_a_reward_for_conversations_is_told_that_completions_are_texts(scorer: Any) -> None:
-    def brief(completions: Any, **_: object) -> list[float]:
-        return [float(len(completion[0]["content"]) < 9) for completion in completions]
-
-    with pytest.raises(UserError, match="completions are texts here: write completion for"):
-        scorer(brief).dry_run(["a", "b"], ["", ""], {})
+    scores = scorer(exhausts).score(["a", "b"], ["", ""], {})
+    assert "2 raised: RuntimeError: timed out" in scores.messages["exhausts"]
+    assert "one call for all samples: RuntimeError: can't start new" in scores.messages["exhausts"]
+    with pytest.raises(UserError, match="timed out.*can't start new thread.*correct the function"):
+        scorer(exhausts).dry_run(["a", "b"], ["", ""], {})

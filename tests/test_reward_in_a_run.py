@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from small_runs import ONE_GRAPH, make_inputs, run
+from tables import each_row
 
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.scoring import RolloutScorer
+from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
 from mindgrpo.rewards.executors import Limits
+from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.run.guards import RewardGuard
@@ -86,6 +88,106 @@ def test_a_failed_sample_is_counted_and_gets_its_groups_mean(
     elsewhere = RolloutScorer(None, inputs.tokenizer, Rank(1, (scored.scores, None)))  # type: ignore[arg-type]
     other = elsewhere.score(rollout_of([2, 3, 4, 5]), owners)
     assert other.scores.total.tolist() == scored.scores.total.tolist()
+
+
+class Recorder:
+    """A reward that keeps what it was given, as TRL's functions are called: by name."""
+
+    __name__ = "recorder"
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    def __call__(self, prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        self.given = {"prompts": prompts, "completions": completions, **columns}
+        return [1.0] * len(completions)
+
+
+SYSTEM = {"role": "system", "content": "Add."}
+
+
+def as_rows(folder: Path, key: str, is_conversation: bool) -> Path:
+    texts = ["3 + 4", "5 + 6"]
+    asked = [[SYSTEM, {"role": "user", "content": t}] if is_conversation else t for t in texts]
+    rows = [{key: each, "answer": "7", "level": 1} for each in asked]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def given_to(
+    folder: Path, key: str, is_conversation: bool, form: CompletionForm, *words: str
+) -> tuple[dict[str, Any], Inputs, str]:
+    """What a function of the user's gets in a step, what the run has read, and what is rendered."""
+    recorder = Recorder()
+    words = ("--dataset_file", str(as_rows(folder, key, is_conversation)), *words)
+    config = load_config(EXAMPLE, [*words, "--rl_config.eval_dataset_file", "null"]).config
+    inputs = prepare(config, None, [recorder], form=form)
+    assert inputs.scorer is not None
+    try:
+        inputs.check_rewards()
+        rollout = rollout_of([2, 3, 4, 5])
+        scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, Rank(0), form=inputs.form)  # type: ignore[arg-type]
+        scorer.score(rollout, [inputs.prompts[0]] * 4)
+    finally:
+        inputs.scorer.close()
+    return recorder.given, inputs, inputs.tokenizer.decode(rollout.completion_ids[0].tolist())
+
+
+@each_row(
+    "key, is_conversation, form, words, gets_messages",
+    [
+        ("prompt", True, "as_prompts", (), True),
+        ("messages", True, "as_prompts", (), True),
+        ("prompt", False, "as_prompts", (), False),
+        ("prompt", True, "as_prompts", ("--reward_config.completions", "text"), False),
+        ("prompt", True, "text", (), False),
+        ("prompt", True, "text", ("--reward_config.completions", "messages"), True),
+        ("question", False, "text", ("--reward_config.completions", "messages"), True),
+    ],
+)
+def test_functions_get_messages_where_trl_passes_them_or_the_key_says_so(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+    is_conversation: bool,
+    form: CompletionForm,
+    words: tuple[str, ...],
+    gets_messages: bool,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path_factory.mktemp("rows")
+    given, inputs, text = given_to(folder, key, is_conversation, form, *words)
+    user = {"role": "user", "content": "3 + 4"}
+    if gets_messages:
+        assert given["completions"][0] == [{"role": "assistant", "content": text}]
+        assert given["prompts"][0] == ([SYSTEM, user] if is_conversation else [user])
+    else:
+        assert given["completions"][0] == text and given["prompts"][0] == inputs.prompts[0].text
+    assert given["level"] == [1] * 4
+    is_said = any("completions as lists of messages" in note for note in inputs.notes)
+    assert is_said is (gets_messages and form == "as_prompts")
+
+
+def test_a_conversation_is_passed_as_trl_passes_tool_calls_and_answers() -> None:
+    called = {"name": "double", "arguments": {"number": 2}}
+    written = 'Let me see.\n<tool_call>{"name": "double", "arguments": {"number": 2}}</tool_call>'
+    conversation = (
+        {"role": "assistant", "content": written, "tool_calls": [called], "reward": 0.5},
+        {"role": "tool", "name": "double", "content": "4", "failure": None},
+        {"role": "assistant", "content": "4", "reward": 1.0, "done": True, "environment": "e"},
+    )
+    assert completion_messages("4", conversation) == [
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"type": "function", "function": called}],
+        },
+        {"role": "tool", "name": "double", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    whole = {"role": "assistant", "content": ' {"name": "f"}', "tool_calls": [called]}
+    assert completion_messages("", (whole,))[0]["content"] == ""
+    assert completion_messages("4", ()) == [{"role": "assistant", "content": "4"}]
 
 
 def test_the_keys_of_reward_config_reach_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:

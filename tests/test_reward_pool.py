@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.health.processes import is_alive
@@ -221,7 +222,7 @@ def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[...,
         ("import os\nprint('no model')\nos._exit(5)", r"\(no model\)"),
         ("def f(completions):\n    return 1.0", "returned a float; it must return"),
         ("def f(completions, level):\n    return [1.0]", "wants 'level'"),
-        ("held = b'x' * 10**9", "MemoryError"),
+        ("held = b'x' * 10**9", "more than reward_config.memory, 256 MiB"),
         ("raise SystemExit(3)", "SystemExit"),
     ],
 )
@@ -236,6 +237,62 @@ def test_the_dry_run_refuses_what_fails_on_every_step(
         assert "\n" not in str(caught.value)
     finally:
         scorer.close()
+
+
+def test_threads_reserve_memory_that_they_may_have(scorer: Callable[..., Scorer]) -> None:
+    """256 stacks of 8 MiB are more than 1 GiB, of which hardly any is used."""
+    scores = score(scorer(f"{ODD}:asks_with_many_threads", memory=1024 * MIB), ["a"] * 256)
+    assert scores.messages == {} and scores.total.tolist() == [1.0] * 256
+
+
+def test_memory_that_a_call_leaves_in_use_is_told(scorer: Callable[..., Scorer]) -> None:
+    report = score(scorer(f"{ODD}:keeps_what_it_has_read", memory=256 * MIB), ["a"])
+    assert report.metrics()["reward/keeps_what_it_has_read/memory"] == 1
+    assert "more than reward_config.memory, 256 MiB" in report.messages["keeps_what_it_has_read"]
+
+
+@each_row("raises", ["x", ""])
+def test_a_module_that_starts_a_thread_is_never_forked(
+    scorer: Callable[..., Scorer], raises: str
+) -> None:
+    given = scorer(f"{REWARDS}/threaded_rewards.py:judged", deadline=DEADLINE)
+    given.dry_run(["a", "b"], ["", ""], {})
+    scores = score(given, ["a", raises, "b"])
+    right = [1.0, np.nan if raises else 1.0, 1.0]
+    np.testing.assert_array_equal(scores.per_function["judged"], right)
+    assert scores.metrics()["reward/judged/timeouts"] == 0
+
+
+def test_samples_after_one_that_hangs_are_told_why_they_were_not_reached(
+    scorer: Callable[..., Scorer],
+) -> None:
+    given = scorer(f"{REWARDS}/threaded_rewards.py:hangs", deadline=0.5, together=0.5)
+    scores = score(given, ["0"] * 20)
+    assert scores.errors == {"hangs": 20}
+    assert "start them in the first call" in scores.reports["hangs"].line
+
+
+def test_a_judge_whose_thread_was_started_at_import_has_the_whole_deadline(
+    scorer: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, waited = Worker.ask, list[float]()
+
+    def noting(worker: Worker, tasks: Any, deadline: float, seconds: float, *more: Any) -> Any:
+        waited.append(seconds)
+        return ask(worker, tasks, deadline, seconds, *more)
+
+    monkeypatch.setattr(Worker, "ask", noting)
+    assert score(scorer(f"{REWARDS}/threaded_rewards.py:judged", deadline=60.0), ["a"]).total == [
+        1.0
+    ]
+    assert waited == [60.0]
+
+
+def test_what_a_file_defines_can_be_pickled_for_another_process(
+    scorer: Callable[..., Scorer],
+) -> None:
+    scores = score(scorer(f"{REWARDS}/pickled_rewards.py:in_other_processes"), ["a", "bcd"])
+    assert scores.messages == {} and scores.total.tolist() == [1.0, 3.0]
 
 
 def test_math_verify_is_ended_at_its_deadline(scorer: Callable[..., Scorer]) -> None:

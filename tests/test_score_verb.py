@@ -164,6 +164,27 @@ def test_conversations_of_a_run_are_scored_by_their_messages(
     assert "accuracy_reward: mean 1.0000 of 2; no failures" in said
 
 
+def test_functions_in_trls_form_are_tried_with_messages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "trl.py").write_text(
+        "def words(prompts, completions, **columns):\n"
+        "    assert all(prompt[-1]['role'] == 'user' for prompt in prompts)\n"
+        "    return [float(len(completion[-1]['content'])) for completion in completions]\n"
+    )
+    prompt = [{"role": "system", "content": "S"}, {"role": "user", "content": "q?"}]
+    turns = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
+    rows = [{"prompt": prompt, "answer": "42"}, {"prompt": "q?", "completion": "12345"}]
+    rows += [{"prompt": "q?", "completion": "123", "messages": turns}]
+    words = ["--reward", f"{tmp_path}/trl.py:words", "--data", str(tmp_path / "rows.jsonl")]
+    for own, mean in ((rows[:1], "2.0000"), (rows[1:2], "5.0000"), (rows[2:], "4.0000")):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        said = said_by(capsys, *words, "--reward", "format_reward", "--completions", "messages")
+        assert f"words: mean {mean} of 1; no failures" in said
+    told = said_by(capsys, *words, status=2)
+    assert "completions are texts here: set --completions to messages" in told
+
+
 GAME = """
 class Up:
     def reset(self, row):

@@ -25,9 +25,11 @@ from mindgrpo.run.trl_arguments import with_arguments
 ONE_STEP = ("--rl_config.max_steps", "1")
 
 
-def in_trls_form(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+def in_trls_form(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
     assert len(prompts) == len(completions) == len(columns["ground_truth"])
-    return spread(completions, columns["ground_truth"])
+    assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+    texts = [completion[0]["content"] for completion in completions]
+    return spread(texts, columns["ground_truth"])
 
 
 @pytest.fixture(autouse=True)

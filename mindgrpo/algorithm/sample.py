@@ -106,7 +106,8 @@ class Sample:
     `action_mask` bool [n] says which tokens the policy wrote: those of tools and of templates are context (no loss, no
     advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. Without a `finish_reason` the sample is unfinished. Of a
     conversation, `messages` are the turns that have ended and what tools or an environment answered. `routes` are the
-    engine's, () without; of an answer's tokens they are there once the policy has continued.
+    engine's, () without; of an answer's tokens they are there once the policy has continued. `opening` are the messages
+    of a prompt that an environment gave.
     """
 
     number: int
@@ -117,6 +118,7 @@ class Sample:
     finish_reason: str | None = None
     messages: Messages = ()
     routes: Routes = ()
+    opening: Messages = ()
 
     @classmethod
     def begun(cls, prompt: np.ndarray, number: int = 0) -> Sample:
@@ -354,6 +356,11 @@ class Rollout:
     def messages(self) -> tuple[Messages, ...]:
         """A conversation's turns and tools' answers, () for a completion of one turn."""
         return tuple(sample.messages for sample in self.samples)
+
+    @cached_property
+    def openings(self) -> tuple[Messages, ...]:
+        """The messages of prompts that environments gave, () for those of the data set."""
+        return tuple(sample.opening for sample in self.samples)
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
         """Returns the indices of the samples of these groups, in order."""

@@ -6,6 +6,8 @@ device is chosen and no earlier.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,17 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, num_product_parts, slow_products
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.targets import SHARED_MEMORY, Target, open_device
+from mindgrpo.errors import UserError
+from mindgrpo.health.processes import STATUS_VARIABLE
 
+# Variables for the number of a process and of all processes, by who sets them.
+OTHER_LAUNCHERS = {
+    "torchrun or accelerate": ("RANK", "WORLD_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "a launcher with a rank table": ("RANK_ID", "RANK_SIZE"),
+}
 # What the host's processors do anyway.
 HOST_PRECISION = "must_keep_origin_dtype"
 
@@ -55,8 +67,10 @@ def connect(
 ) -> Backend:
     """Makes the backend of this process, joined to the other ranks that `environment` (msrun's) names.
 
-    msrun's scheduler process does not return from here: it ends when the ranks no longer need it.
+    msrun's scheduler process does not return from here: it ends when the ranks no longer need it. Raises UserError
+    where another launcher has started several processes.
     """
+    refuse_other_launchers(environment, sys.argv)
     if environment.get("MS_ROLE") == "MS_SCHED" and not target.needs_cluster:
         raise SystemExit(0)
     runtime = runtime or RuntimeSettings()
@@ -71,6 +85,25 @@ def connect(
     backend.unmet = unmet
     backend.compile_log.compiles = runtime.compiled
     return backend
+
+
+def refuse_other_launchers(environment: Mapping[str, str], argv: Sequence[str]) -> None:
+    """Raises UserError for processes of another launcher: each would be a run of its own. `argv` is sys.argv."""
+    if "MS_ROLE" in environment or STATUS_VARIABLE in environment:
+        return
+    for launcher, (rank, count) in OTHER_LAUNCHERS.items():
+        number, total = environment.get(rank, ""), environment.get(count, "")
+        if not (number.isdecimal() and total.isdecimal() and int(total) > 1):
+            continue
+        program, *arguments = argv or [""]
+        words = [*argv] if program.endswith(".py") else ["my_run.py"]
+        if Path(program).name in ("mindgrpo", "__main__.py"):
+            words = arguments
+        raise UserError(
+            f"{rank} is {number} and {count} is {total}: {launcher} has started {total} processes of this program, and "
+            f"each would train by itself; start it once, with mindgrpo launch --ranks {total} -- {shlex.join(words)} "
+            f"(or unset {count}, if this is the only one)."
+        )
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.build import evaluation_modes, make_engine
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
-from mindgrpo.grpo.scoring import RolloutScorer
+from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.grpo.settings import runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -79,9 +79,12 @@ class EvaluationInputs:
     num_prompts: int
     turns: Turns | None
     trial: Trial | None
+    form: CompletionForm
 
     def check_rewards(self) -> None:
-        dry_run_rewards(self.scorer, self.tokenizer, [self.prompts], self.turns, self.trial)
+        dry_run_rewards(
+            self.scorer, self.tokenizer, [self.prompts], self.turns, self.trial, self.form
+        )
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
@@ -133,8 +136,9 @@ def read_inputs(
         layout = generating_layout(config, model, mesh)
         trial = try_environment(turns, prompts, ranks)
         unless_read.pop_all()
+    form: CompletionForm = config.reward_config.completions or "text"
     return EvaluationInputs(
-        model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial
+        model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial, form
     )
 
 
@@ -198,7 +202,9 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     conversations = make_conversations(config, inputs.tokenizer, inputs.turns, backend)
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.mesh, backend, conversations),
-        RolloutScorer(inputs.scorer, inputs.tokenizer, backend, environment_weight(config)),
+        RolloutScorer(
+            inputs.scorer, inputs.tokenizer, backend, environment_weight(config), inputs.form
+        ),
         config.rl_config.seed,
     )
     with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):

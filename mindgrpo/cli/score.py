@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.console import number
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
-from mindgrpo.rewards.call import Columns
+from mindgrpo.rewards.call import COMPLETIONS, COMPLETIONS_KEY, Columns
 from mindgrpo.rewards.executors import Limits
+from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report
 from mindgrpo.workers.protocol import CallLimits
@@ -45,12 +46,14 @@ OF_A_RUN = {
     "length": "completion_lengths",
     "finish_reason": "finish_reasons",
 }
+PROMPT_KEYS = ("prompt", "question", "problem")
 
 FLAGS = {
     "reward_config.verifier_function": "--reward",
     "reward_config.deadline": "--deadline",
     "reward_config.memory": "--memory",
     MAP_WHERE: "--map-keys",
+    COMPLETIONS_KEY: "--completions",
 }
 
 ENVIRONMENT_FLAGS = {
@@ -63,17 +66,24 @@ ENVIRONMENT_FLAGS = {
 
 @dataclass(frozen=True)
 class ScoreTrial:
+    """`as_messages` are as in `Samples`."""
+
     completions: list[str]
     answers: list[str]
     columns: Columns
     note: str
     unanswered: str = ""
+    as_messages: Columns = field(default_factory=dict)
 
     def steps(self) -> Iterator[ScoreTrial]:
         for start in range(0, len(self.completions), STEP):
             part = slice(start, start + STEP)
-            columns = {name: values[part] for name, values in self.columns.items()}
-            yield ScoreTrial(self.completions[part], self.answers[part], columns, self.note)
+            columns, messages = (
+                {name: values[part] for name, values in own.items()}
+                for own in (self.columns, self.as_messages)
+            )
+            texts, answers = self.completions[part], self.answers[part]
+            yield ScoreTrial(texts, answers, columns, self.note, as_messages=messages)
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -98,6 +108,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--completion-column", help=text)
     text = "default: answer, solution or ground_truth; what follows #### in it is the gold answer"
     parser.add_argument("--answer-column", help=text)
+    text = "what functions of your own get, as reward_config.completions (text)"
+    parser.add_argument("--completions", choices=("text", "messages"), default="text", help=text)
     text = "NAME=KEY,...: names of columns, as rl_config.dataset_map_keys"
     parser.add_argument("--map-keys", default="", help=text)
     parser.add_argument("--limit", type=int, default=STEP, help="rows to score; 0: all (64)")
@@ -123,12 +135,20 @@ def main(argv: Sequence[str]) -> None:
     with naming(FLAGS):
         rows = read_rows(flags.data, flags.limit, row_form(flags))
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
+    if flags.completions == "messages":
+        trial = with_messages(trial, rows)
     longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
     with naming(FLAGS):
         scorer = Scorer(flags.reward, limits=limits, facts=facts)
         try:
-            scorer.dry_run(trial.completions, trial.answers, trial.columns, trial.unanswered)
+            scorer.dry_run(
+                trial.completions,
+                trial.answers,
+                trial.columns,
+                trial.unanswered,
+                trial.as_messages,
+            )
             print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
             show(trial, scorer)
         finally:
@@ -222,13 +242,24 @@ def text_of(value: Any) -> str:
     return "" if is_missing(value) else str(value)
 
 
+def with_messages(trial: ScoreTrial, rows: Sequence[dict[str, Any]]) -> ScoreTrial:
+    """Adds prompts and completions as messages: those of a row, and texts as messages of one turn."""
+    asked = [next((row[key] for key in PROMPT_KEYS if row.get(key)), "") for row in rows]
+    prompts = [
+        [{"role": "user", "content": each}] if isinstance(each, str) else each for each in asked
+    ]
+    turns = zip(trial.completions, trial.columns["messages"], strict=True)
+    completions = [completion_messages(text, messages) for text, messages in turns]
+    return replace(trial, as_messages={"prompts": prompts, COMPLETIONS: completions})
+
+
 def show(trial: ScoreTrial, scorer: Scorer) -> None:
     shown = 0
     reports: dict[str, Report] = {}
     values: dict[str, list[float]] = {name: [] for name in scorer.names}
     print_row("row", "answer", "completion ends with", scorer.names, scorer.names)
     for step in trial.steps():
-        scores = scorer.score(step.completions, step.answers, step.columns)
+        scores = scorer.score(step.completions, step.answers, step.columns, step.as_messages)
         for row in range(min(len(step.completions), ROWS_SHOWN - shown)):
             shown += 1
             cells = [

@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from mindgrpo.errors import UserError, print_user_error
+from mindgrpo.errors import UserError, escape_what_cannot_be_shown, print_user_error
 
 STANDARD_OUTPUTS = (1, 2)
 # Of verbs that share one with another.
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Ends without a word where nobody reads what it prints any more, as in `mindgrpo config --reference | head`.
     """
+    escape_what_cannot_be_shown()
     try:
         status = _run(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()

@@ -61,6 +61,7 @@ class _Watched:
                 self._show(row)
             if ending is not None:
                 self._console.line(f"  {ending}")
+            if ending is not None or not self._console.is_read:
                 return
             self._show_phase()
             time.sleep(SECONDS_BETWEEN_LOOKS)

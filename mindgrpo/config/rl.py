@@ -314,15 +314,18 @@ class RewardConfig(Section):
     """weight of each function; null: 1.0 for each"""
     environment_weight: float = 1.0
     """weight of the rewards of rl_config.environment, which appear as a function named environment"""
+    completions: Literal["text", "messages"] | None = None
+    """what your own reward functions get as completions and prompts: texts, or lists of messages as TRL passes them;
+    null: text, but in GRPOTrainer(reward_funcs=...) messages for rows whose prompt is a list of messages"""
     deadline: float = Field(10.0, gt=0)
     """timeout for a single sample in seconds; a function that takes longer is terminated and counted as failed"""
     together_deadline: float | None = Field(None, gt=0)
     """timeout in seconds for scoring all samples of a step in one call; afterwards each sample is scored separately;
-    null: deadline, at most 2.5"""
+    null: deadline, at most 2.5 where samples can then be scored in parallel"""
     max_failed_steps: int | None = Field(5, ge=1)
     """end the run after this many consecutive steps in which no sample could be scored; null: no limit (a run without
     any scored step still ends with an error)"""
     memory: Annotated[str, AFTER_SIZE] = "2GB"
-    """memory limit of each worker process"""
+    """limit of the memory in use by each worker process"""
     workers: int = Field(1, ge=1)
     """number of worker processes per function; each scores a part of the samples of a step"""

@@ -48,6 +48,7 @@ class Example:
 
     `unanswered` is what to do about a row that has no gold answer, if a reward asks for it; "" where it has one.
     `read_from` says which columns prompt and answer are; "" where that was settled at a conversion.
+    `is_conversation` is whether the row has its prompt as messages, not as a text.
     """
 
     messages: tuple[Message, ...]
@@ -56,6 +57,7 @@ class Example:
     where: str = ""
     unanswered: str = ""
     read_from: str = ""
+    is_conversation: bool = False
 
     @property
     def question(self) -> str:
@@ -169,7 +171,7 @@ class RowForm:
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
         read_from = self._read_from(row, question_key, answer_key)
-        return Example(messages, answer, columns, where, unanswered, read_from=read_from)
+        return Example(messages, answer, columns, where, unanswered, read_from, is_conversation)
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""

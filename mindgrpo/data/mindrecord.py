@@ -88,7 +88,8 @@ def write_rows(target: Path, rows: Iterator[Row]) -> int:
 
 
 def packed(index: int, example: Example) -> Row:
-    messages = "" if example.is_question else json.dumps(example.messages, ensure_ascii=False)
+    is_text = example.is_question and not example.is_conversation
+    messages = "" if is_text else json.dumps(example.messages, ensure_ascii=False)
     unanswered = {UNANSWERED: example.unanswered} if example.unanswered else {}
     return {
         "index": index,
@@ -108,7 +109,10 @@ def unpacked(row: Row, where: str) -> Example:
     asked = loaded(row["messages"], where) if row["messages"] else row["question"]
     remedy = columns.pop(UNANSWERED, "")
     unanswered = f"{AGAIN} and {remedy}" if remedy else ""
-    return Example(messages_of(asked, where), row["answer"], columns, where, unanswered)
+    is_conversation = isinstance(asked, list)
+    return Example(
+        messages_of(asked, where), row["answer"], columns, where, unanswered, is_conversation
+    )
 
 
 def loaded(text: str, where: str) -> Any:

@@ -173,10 +173,19 @@ class Prompt:
 
     @cached_property
     def text(self) -> str:
+        return self._owner.form.render(self._rendered)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """Returns what the template renders, system prompt included."""
+        return [dict(message) for message in self._owner.form.with_system(self._rendered.messages)]
+
+    @cached_property
+    def _rendered(self) -> Example:
+        """Returns the example, or the shorter one where the prompt is cut."""
         owner = self._owner
-        if self.index not in owner.cut_indices:
-            return owner.form.render(self.example)
-        return owner.form.cut(self.example).text
+        is_cut = self.index in owner.cut_indices
+        return owner.form.cut(self.example).example if is_cut else self.example
 
     @property
     def question(self) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import replace
 
-import psutil
-
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.algorithm.sample import NOTHING_CARRIED, CarriedOver
 from mindgrpo.backend.contract import Backend
@@ -28,6 +26,7 @@ from mindgrpo.models.lora import adapter_names, fill_adapters
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.models.precision import loss_scale
 from mindgrpo.models.shard import Shard
+from mindgrpo.monitor.host_memory import host_memory
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.invariance import is_batch_invariant
 from mindgrpo.plan.memory import check_engine, phase_needs
@@ -134,14 +133,14 @@ def make_engine(
     _set_invariant(backend, is_batch_invariant(config, model))
     if config.generate_config.uses_vllm:
         on_host = config.context.target.keeps_weights_on_host
-        host_memory = psutil.virtual_memory().total if on_host else None
+        memory_bytes = host_memory().total if on_host else None
         weight_bytes = generator_bytes(config, layout)
         device_bytes = backend.device_memory_bytes or config.context.max_device_bytes
         return VllmEngine(
             layout,
             backend,
             vllm_settings(
-                config, model, layout.mesh, cache_config, weight_bytes, host_memory, device_bytes
+                config, model, layout.mesh, cache_config, weight_bytes, memory_bytes, device_bytes
             ),
         )
     return EmbeddedEngine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.rewards.call import Columns
+from mindgrpo.rewards.call import COMPLETIONS, Columns
+from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.environment import NAME, rewards_in, turn_rewards, turns_of
@@ -46,6 +47,44 @@ def reward_columns(
     turns = {"messages": [list(messages) for messages in conversations]}
     # A data set's own column of such a name wins: its author knows what it is for. Its `messages` are a prompt's.
     return own | columns_of(prompts) | (turns if any(conversations) else {})
+
+
+# What users' reward functions get; as_prompts: messages for rows whose prompt is a list of messages, as TRL has it.
+CompletionForm = Literal["text", "messages", "as_prompts"]
+
+
+def message_columns(
+    form: CompletionForm,
+    prompts: Sequence[Prompt],
+    begun: Sequence[str],
+    texts: Sequence[str],
+    conversations: Sequence[Messages],
+    openings: Sequence[Messages],
+) -> Columns:
+    """Returns prompts and completions for functions that read messages; nothing where all read texts.
+
+    `openings` are the messages of prompts that an environment gave, () for those of the data set.
+    """
+    are_messages = [
+        form == "messages" or (form == "as_prompts" and prompt.example.is_conversation)
+        for prompt in prompts
+    ]
+    if not any(are_messages):
+        return {}
+    own: dict[str, list[Any]] = {
+        "prompts": [
+            ([dict(message) for message in opening] or prompt.messages) if is_one else text
+            for is_one, prompt, text, opening in zip(
+                are_messages, prompts, begun, openings, strict=True
+            )
+        ],
+        COMPLETIONS: [
+            completion_messages(text, turns) if is_one else text
+            for is_one, text, turns in zip(are_messages, texts, conversations, strict=True)
+        ],
+    }
+    # As in `reward_columns`, a data set's own column wins.
+    return {name: values for name, values in own.items() if name not in columns_of(prompts[:1])}
 
 
 @dataclass(frozen=True)
@@ -102,13 +141,15 @@ class Scored:
 class RolloutScorer:
     """`rewards` and their worker processes are on rank 0 alone; None on the others.
 
-    `environment_weight` is that of the rewards of conversations' environments, None without these.
+    `environment_weight` is that of the rewards of conversations' environments, None without these; `form` is what
+    users' functions get.
     """
 
     rewards: Scorer | None
     tokenizer: Tokenizer
     backend: Backend
     environment_weight: float | None = None
+    form: CompletionForm = "text"
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
         """Scores all samples, with one of `prompts` per sample; all ranks together, with the same result.
@@ -162,10 +203,13 @@ class RolloutScorer:
         begun = [opened_with.get(i) or prompt.text for i, prompt in enumerate(prompts)]
         lengths, reasons = rollout.action_lengths.tolist(), rollout.finish_reasons
         columns = reward_columns(prompts, begun, ids, lengths, reasons, rollout.messages)
+        messages = message_columns(
+            self.form, prompts, begun, texts, rollout.messages, rollout.openings
+        )
         answers = [prompt.answer for prompt in prompts]
         total = len(texts) * len(self.rewards.names)
         with self.backend.health.counting("rewards", total, self.rewards.num_done):
-            return texts, self.rewards.score(texts, answers, columns)
+            return texts, self.rewards.score(texts, answers, columns, messages)
 
     def close(self) -> None:
         if self.rewards is not None:

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mindgrpo.errors import show
 from mindgrpo.health.failure import first_failure
 from mindgrpo.health.heartbeat import (
     Heartbeat,
@@ -184,8 +185,7 @@ class RankHealth:
 
     def say(self, line: str) -> None:
         """Prints a line to this rank's log and on the screen, which shows the log of rank 0 and the file `messages`."""
-        sys.stdout.write(f"mindgrpo: {line}\n")
-        sys.stdout.flush()
+        show(sys.stdout, f"mindgrpo: {line}\n")
         if self.folder is not None and self.rank != 0:
             with suppress(OSError), (self.folder / "messages").open("a", encoding="utf-8") as lines:
                 lines.write(f"mindgrpo: rank {self.rank}: {line}\n")

@@ -13,9 +13,11 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from mindgrpo.errors import show
 from mindgrpo.health.failure import RankFailure, read_failure, write_failure
 from mindgrpo.health.heartbeat import COMPILE, Heartbeat
 from mindgrpo.health.rank_health import RankHealth
@@ -139,9 +141,9 @@ class Watchdog:
         self._end(sentence)
 
     def _end_process(self, sentence: str) -> NoReturn:
-        words = f"mindgrpo: {sentence}; every thread of this rank is at:"
-        print(words, file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(sys.stderr, all_threads=True)
+        show(sys.stderr, f"mindgrpo: {sentence}; every thread of this rank is at:\n")
+        with suppress(OSError, ValueError, AttributeError):  # of standard error that is closed
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
         folder, rank = self._health.folder, self._health.rank
         if folder is not None:
             failure = RankFailure(rank, time.time(), 1, sentence, is_consequence=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from mindgrpo.errors import UserError, print_user_error
+from mindgrpo.errors import UserError, escape_what_cannot_be_shown, print_user_error, show
 from mindgrpo.health.processes import STATUS_VARIABLE, STOPPING, end_with_parent
 from mindgrpo.launch.options import VERBS, set_for_rank
 
@@ -82,6 +82,7 @@ def write_ending(folder: Path, rank: int, ending: BaseException, status: int) ->
 def run_to_end(program: str, arguments: list[str], is_rank: bool = True) -> NoReturn:
     """Runs the program to its end and the process with it; a rank's failure is written to the status folder."""
     status = 0
+    escape_what_cannot_be_shown()
     try:
         run(program, arguments)
     except BaseException as ending:
@@ -94,8 +95,8 @@ def run_to_end(program: str, arguments: list[str], is_rank: bool = True) -> NoRe
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, patience - time.monotonic()) if status else None)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        show(stream, "")
     # Taking the interpreter and its libraries apart costs a rank some 0.3 s and changes nothing any more.
     os._exit(status & 0xFF)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from mindgrpo.errors import FULL
+from mindgrpo.errors import show
 from mindgrpo.health.heartbeat import CLEAR
 from mindgrpo.monitor.notebook import NotebookProgress, in_notebook
 
@@ -54,7 +55,8 @@ HINTS = (  # key in the metrics, the share above which it is worth a hint, the h
 class Console:
     """Prints if `enabled`, so that every rank may run the same code; `width` in columns, by default the terminal's.
 
-    Sentences are wrapped for a terminal only (or if COLUMNS is set), so that logs can be searched by line.
+    Sentences are wrapped for a terminal only (or if COLUMNS is set), so that logs can be searched by line. `is_read`
+    says that the stream is no pipe which nobody reads any more.
     """
 
     def __init__(
@@ -63,6 +65,8 @@ class Console:
         self._stream = (stream or sys.stdout) if enabled else None
         self._width = width or shutil.get_terminal_size((WIDTH, 24)).columns
         self._hinted: set[str] = set()
+        self._divergence = 0
+        self.is_read = True
         self._colour = self._stream is not None and self._stream.isatty()
         self._lock, self._live = threading.Lock(), ""
         shows_notebook = enabled and stream is None and in_notebook()
@@ -73,14 +77,11 @@ class Console:
         if self._stream is not None:
             with self._lock:
                 # print writes the end of the line by itself: a rank may be killed in between.
-                try:
-                    self._stream.write(f"{CLEAR if self._live else ''}{text}\n")
-                    self._stream.flush()
-                except OSError as error:
-                    # A log on a full disk is no reason to end a run.
-                    if error.errno not in FULL:
-                        raise
+                self._show(f"{CLEAR if self._live else ''}{text}\n")
                 self._live = ""
+
+    def _show(self, text: str) -> None:
+        self.is_read = show(self._stream, text) and self.is_read
 
     @property
     def shows_live(self) -> bool:
@@ -96,8 +97,7 @@ class Console:
         if self._stream is None or not self._colour or text == self._live:
             return
         with self._lock:
-            self._stream.write(f"{CLEAR}{text}")
-            self._stream.flush()
+            self._show(f"{CLEAR}{text}")
             self._live = text
 
     def end_live(self) -> None:
@@ -185,14 +185,25 @@ class Console:
             for key, value in metrics.items()
         )
         is_unrewarded = has_failed or not _function_means(metrics, "reward/")
-        divergence = metrics.get("kl")
-        has_diverged = divergence is not None and divergence > DIVERGED
-        self._hint(
-            "kl",
-            has_diverged,
-            f"KL to the reference is {number(divergence, '.2g')}, so the policy has diverged: lower "
-            "actor_config.lr_schedule.lr or raise rl_config.beta",
+        none = metrics.get("reward/mean", 0.0) is None and not any(
+            value for key, value in metrics.items() if re.fullmatch("reward/.*/errors", key)
         )
+        self._hint(
+            "none",
+            none,
+            "no reward function gave any sample a number (all returned None), so nothing is learnt: check the columns "
+            "and the form of the answers that they read (python -m mindgrpo score tries them)",
+        )
+        divergence = metrics.get("kl") or 0.0
+        has_diverged = divergence > DIVERGED
+        # Said again where it has become ten times as much.
+        further = sum(divergence > factor * DIVERGED for factor in (1, 10, 100))
+        if further > self._divergence:
+            self._print_hint(
+                f"KL to the reference is {number(divergence, '.2g')}, so the policy has diverged: lower "
+                "actor_config.lr_schedule.lr or raise rl_config.beta"
+            )
+        self._divergence = further
         for key, threshold, advice in HINTS:
             misleads = (is_unrewarded and key == "zero_std_fraction") or (
                 has_diverged and key != "padding_share"
@@ -204,9 +215,12 @@ class Console:
     def _hint(self, key: str, applies: bool, advice: str) -> None:
         """Prints the hint when it begins to apply: a policy that has learnt its task stays in that state for long."""
         if applies and key not in self._hinted:
-            for text in self._wrapped(f"hint: {advice}", 2):
-                self.line(f"  {text}")
+            self._print_hint(advice)
         (self._hinted.add if applies else self._hinted.discard)(key)
+
+    def _print_hint(self, advice: str) -> None:
+        for text in self._wrapped(f"hint: {advice}", 2):
+            self.line(f"  {text}")
 
     def _bold(self, text: str) -> str:
         return f"\033[1m{text}\033[0m" if self._colour and text.strip() else text

@@ -10,6 +10,7 @@ import math
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,16 @@ class CurveProcess:
         if self._process is not None and self._process.poll() is not None:
             self._close()
         if self._process is None and time.monotonic() - self._started >= SECONDS_BETWEEN_PICTURES:
-            self._start(before)
+            with suppress(OSError):  # the last one says why
+                self._start(before)
 
     def draw_last(self, before: Mapping[str, float | None]) -> str | None:
         """Draws the steps so far and waits for it; returns a sentence if that failed."""
         self._close()
-        why = wait_for_program(self._start(before), LONGEST_DRAWING)
+        try:
+            why = wait_for_program(self._start(before), LONGEST_DRAWING)
+        except OSError as error:
+            why = f"its process cannot be started ({error.strerror})"
         return None if why is None else f"{self._picture} was not drawn: {why}"
 
     def _close(self) -> None:

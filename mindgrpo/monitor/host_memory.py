@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,12 @@ from pathlib import Path
 import psutil
 
 from mindgrpo.config.observation import MonitorConfig
+from mindgrpo.errors import show
 
-CGROUPS = (  # folder, limit, use: version 2, then version 1
-    ("/sys/fs/cgroup", "memory.max", "memory.current"),
-    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-)
+CGROUPS = {  # by the controller that /proc/self/cgroup names: folder, limit, use; of version 2, then of version 1
+    "": ("sys/fs/cgroup", "memory.max", "memory.current"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+}
 # A warning is repeated only after the share was this far below the limit.
 HYSTERESIS = 0.02
 
@@ -47,10 +48,14 @@ class HostMemoryExhausted(RuntimeError):
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Holds the bytes used by all programs together; those of the container if it has its own limit."""
+    """Holds the bytes used by all programs together; those of the container, or job, if it has its own limit."""
 
     used: int
     total: int
+
+    @property
+    def available(self) -> int:
+        return max(0, self.total - self.used)
 
     @property
     def share(self) -> float:
@@ -58,12 +63,30 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Reads the memory that this process may use: the machine's, or what the tightest of its cgroups leaves of it."""
     whole = psutil.virtual_memory()
-    for folder, limit, use in CGROUPS:
-        container = _container(root / folder.lstrip("/"), limit, use)
-        if container is not None and container.total < whole.total:
-            return container
-    return HostMemory(whole.total - whole.available, whole.total)
+    machine = HostMemory(whole.total - whole.available, whole.total)
+    return min([machine, *_containers(root)], key=lambda memory: memory.total)
+
+
+def _containers(root: Path) -> Iterator[HostMemory]:
+    """Yields the memory of the cgroups of this process that have a limit; in a container the root is its own."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    own: dict[str, str] = {}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(","), path)
+    for controller, (folder, limit, use) in CGROUPS.items():
+        top = root / folder
+        inner = top / own.get(controller, "").lstrip("/")
+        for group in (inner, *inner.parents):
+            if (memory := _container(group, limit, use)) is not None:
+                yield memory
+            if group == top:
+                break
 
 
 def _container(folder: Path, limit: str, use: str) -> HostMemory | None:
@@ -80,7 +103,7 @@ def _container(folder: Path, limit: str, use: str) -> HostMemory | None:
 
 
 def _end_at_once() -> None:
-    sys.stdout.flush()
+    show(sys.stdout, "")
     os._exit(1)
 
 

@@ -127,6 +127,9 @@ def _data_block(name: str, text: str) -> str:
 def write_at_end(folder: Path) -> tuple[Path, str | None]:
     """Writes the page in a process, so that the rank does not hold what is read; returns its path and why it failed."""
     path = folder / FILE_NAME
-    process = start_program("mindgrpo.report.write:write_report", {"folders": [str(folder)]})
-    why = wait_for_program(process, LONGEST_WRITING)
+    try:
+        process = start_program("mindgrpo.report.write:write_report", {"folders": [str(folder)]})
+        why = wait_for_program(process, LONGEST_WRITING)
+    except OSError as error:
+        why = f"its process cannot be started ({error.strerror})"
     return path, None if why is None else f"{path} was not written: {why}"

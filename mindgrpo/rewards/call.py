@@ -5,8 +5,10 @@ Passes the completions first; `answers`, columns and facts by name and only if t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import re
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from inspect import Parameter
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import WHERE, RewardFunction, Spec, resolve
-from mindgrpo.rewards.one_sample import BadResult
+from mindgrpo.rewards.verl_forms import BadResult
 from mindgrpo.user_code import describe
 from mindgrpo.workers.protocol import (
     BAD_RESULT,
@@ -115,7 +117,7 @@ CONTRACT = "a list with one float or None for each completion"
 # Makes a built-in fill, once and before it is forked, the caches that its first call fills.
 WARM_UP = r"\boxed{(x + 1)^2}", "x^2 + 2x + 1"
 LARGEST = 3.4028234663852886e38  # totals are float32
-COMPLETIONS = "completions"
+COMPLETIONS, COMPLETIONS_KEY = "completions", "reward_config.completions"
 # What the gold answers are called by functions written for other programs.
 ANSWER_WORDS = ("answer", "solution", "ground_truth")
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -123,33 +125,46 @@ VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True)
 class Samples:
-    """One completion, answer and value of each column a sample; `facts` are the same for all."""
+    """One completion, answer and value of each column a sample; `facts` are the same for all.
+
+    `as_messages` are the completions, and prompts, that functions get which read messages; empty where all read texts.
+    """
 
     completions: list[str]
     answers: list[str]
     columns: Columns
     facts: Mapping[str, Any] = field(default_factory=dict)
+    as_messages: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lengths = {name: len(values) for name, values in self.columns.items()}
-        lengths["answers"] = len(self.answers)
-        assert set(lengths.values()) == {len(self)}, (len(self), lengths)
+        named = [("answers", self.answers), *self.columns.items(), *self.as_messages.items()]
+        wrong = [(name, len(values)) for name, values in named if len(values) != len(self)]
+        assert not wrong, (len(self), wrong)
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def select(self, indices: Iterable[int]) -> Samples:
         chosen = list(indices)
-        lists = (self.completions, self.answers, *self.columns.values())
-        completions, answers, *columns = [[values[i] for i in chosen] for values in lists]
-        named = dict(zip(self.columns, columns, strict=True))
-        return Samples(completions, answers, named, self.facts)
+
+        def of_chosen(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in chosen]
+
+        return Samples(
+            of_chosen(self.completions),
+            of_chosen(self.answers),
+            {name: of_chosen(values) for name, values in self.columns.items()},
+            self.facts,
+            {name: of_chosen(values) for name, values in self.as_messages.items()},
+        )
 
     def only(self, names: Sequence[str]) -> Samples:
         """Returns the samples with the columns and facts of these names only, which is less to send."""
         columns = {name: self.columns[name] for name in names if name in self.columns}
         facts = {name: self.facts[name] for name in names if name in self.facts}
-        return Samples(self.completions, self.answers, columns, facts)
+        kept = (COMPLETIONS, *names)
+        messages = {name: values for name, values in self.as_messages.items() if name in kept}
+        return Samples(self.completions, self.answers, columns, facts, messages)
 
 
 @dataclass(frozen=True)
@@ -231,22 +246,24 @@ class Caller:
         except MemoryError as error:
             return CallFailure(MEMORY, describe(error))
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # the user's own code
-            return CallFailure(RAISED, f"{describe(error)}{hint(error)}")
+            return CallFailure(
+                RAISED, f"{describe(error)}{hint(error, self._messages_of(samples))}"
+            )
 
-    def alone(self, samples: Samples, index: int) -> Outcome:
-        result = self.together(samples.select([index]))
-        return result if isinstance(result, CallFailure) else result[0]
+    def _messages_of(self, samples: Samples) -> Columns:
+        return samples.as_messages if self._function.reads_messages else {}
 
     def _call(self, samples: Samples) -> Any:
         answers: dict[str, Sequence[Any]]
         answers = dict.fromkeys(("answers", *ANSWER_WORDS), samples.answers)
-        offered = answers | dict(samples.columns)
+        messages = copy.deepcopy(dict(self._messages_of(samples)))
+        offered = answers | dict(samples.columns) | messages
         # Copies: a function that changes its lists must not change them for a later call.
         named = {
             name: samples.facts[name] if name in samples.facts else list(offered[name])
             for name in self.signature.accepted(samples)
         }
-        completions = list(samples.completions)
+        completions = list(messages.get(COMPLETIONS, samples.completions))
         if self.signature.by_name:
             returned = self._function.call(**{COMPLETIONS: completions}, **named)
         else:
@@ -286,10 +303,26 @@ def load_reward(spec: Spec) -> RewardService:
     return service
 
 
-def hint(error: BaseException) -> str:
-    """Says what may be meant where a function reads completions as the conversations that TRL has."""
-    if isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
-        return ' (completions are texts here: write completion for completion[0]["content"])'
+READS_MESSAGES = re.compile("string indices must be integers|'str' object has no attribute 'get'")
+READS_TEXTS = re.compile(
+    "expected string|'list' object has no attribute|not \"?list|unhashable type: '(list|dict)'"
+)
+
+
+def hint(error: BaseException, messages: Columns) -> str:
+    """Says what may be meant where a function reads completions in the other form than it gets them."""
+    if not isinstance(error, TypeError | AttributeError):
+        return ""
+    if messages and READS_TEXTS.search(str(error)):
+        return (
+            ' (completions are lists of messages here, as TRL has them: read completion[0]["content"], or set '
+            f"{COMPLETIONS_KEY} to text)"
+        )
+    if not messages and READS_MESSAGES.match(str(error)):
+        return (
+            f" (prompts and completions are texts here: set {COMPLETIONS_KEY} to messages, and they are lists of "
+            "messages, as TRL has them)"
+        )
     return ""
 
 

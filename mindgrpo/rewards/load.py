@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindgrpo.errors import UserError
+from mindgrpo.rewards import builtin
 from mindgrpo.rewards.builtin import BUILTINS
-from mindgrpo.rewards.one_sample import one_by_one, scores_one_sample
+from mindgrpo.rewards.verl_forms import as_reward, is_verls
 from mindgrpo.user_code import CALL, Kind, describe, import_named, nearest, read_arguments
 
 WHERE = "reward_config.verifier_function"
@@ -78,34 +79,46 @@ def unknown_name(target: str) -> UserError:
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """`bound` are the names of arguments that the user gave a value already."""
+    """`bound` are the names of arguments that the user gave a value already.
+
+    `reads_messages` is whether it gets completions as messages where the run passes these: built-ins and functions in
+    verl's forms read texts.
+    """
 
     name: str
     call: Callable[..., Any]
     bound: frozenset[str] = field(default_factory=frozenset)
+    reads_messages: bool = True
 
 
 def resolve(reward: str | Spec | Callable[..., Any]) -> RewardFunction:
     if not isinstance(reward, str | Spec):
-        return from_callable(reward)
+        return _function(name_of(reward), instance_of(reward, reward, {}))
     spec = parse(reward) if isinstance(reward, str) else reward
     if not spec.source:
-        return with_arguments(spec, BUILTINS[spec.name].load())
-    return with_arguments(spec, import_named(REWARD, spec.text, spec.source, spec.name))
+        return replace(with_arguments(spec, BUILTINS[spec.name].load()), reads_messages=False)
+    function = with_arguments(spec, import_named(REWARD, spec.text, spec.source, spec.name))
+    # A built-in may be imported and given in code.
+    is_own = not spec.source.startswith(f"{builtin.__name__}.")
+    return replace(function, reads_messages=function.reads_messages and is_own)
 
 
 def with_arguments(spec: Spec, reward: Any) -> RewardFunction:
     """Passes the spec's arguments on: to a class when its object is made, to a function at every call."""
     if isinstance(reward, type):
-        return RewardFunction(spec.name, instance_of(reward, spec.text, spec.arguments))
+        return _function(spec.name, instance_of(reward, spec.text, spec.arguments))
     called = instance_of(reward, spec.text, {})
     if spec.arguments:
         called = functools.partial(called, **spec.arguments)
-    return RewardFunction(spec.name, called, frozenset(spec.arguments))
+    return _function(spec.name, called, frozenset(spec.arguments))
 
 
-def from_callable(reward: object) -> RewardFunction:
-    return RewardFunction(name_of(reward), instance_of(reward, reward, {}))
+def _function(
+    name: str, call: Callable[..., Any], bound: frozenset[str] = frozenset()
+) -> RewardFunction:
+    if is_verls(call):
+        return RewardFunction(name, as_reward(call), bound, reads_messages=False)
+    return RewardFunction(name, call, bound)
 
 
 def name_of(reward: object) -> str:
@@ -127,4 +140,4 @@ def instance_of(reward: object, spec: object, arguments: dict[str, Any]) -> Call
             f"reward function {spec!r} is a {type(reward).__name__}; it must be callable as "
             f"reward(completions, answers, **columns) ({WHERE})"
         )
-    return one_by_one(reward) if scores_one_sample(reward) else reward
+    return reward

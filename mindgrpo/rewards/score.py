@@ -16,9 +16,15 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import CONTRACT, Columns, RewardResult, Samples, Signature
-from mindgrpo.rewards.executors import Executor, Limits, ThreadExecutor, WorkerExecutor
-from mindgrpo.rewards.load import WHERE, Spec, from_callable, name_of, parse, reference_to, resolve
-from mindgrpo.rewards.scores import Scores, added_up
+from mindgrpo.rewards.executors import (
+    Executor,
+    Limits,
+    MainProgramExecutor,
+    ThreadExecutor,
+    WorkerExecutor,
+)
+from mindgrpo.rewards.load import WHERE, Spec, name_of, parse, reference_to, resolve
+from mindgrpo.rewards.scores import Scores, added_up, first_cause
 from mindgrpo.workers.protocol import BAD_RESULT, NOT_FINITE, REFUSED
 
 Reward = str | Callable[..., Any]
@@ -62,13 +68,14 @@ class Scorer:
         answers: Sequence[str],
         columns: Columns,
         unanswered: str = "",
+        as_messages: Columns | None = None,
     ) -> None:
         """Scores two samples with every function; what would fail on every step fails here.
 
         Waits for functions that are still loading. `unanswered` is what to do about rows without a gold answer, ""
         where all have one. Raises UserError.
         """
-        samples = Samples(list(completions), list(answers), columns, self.facts)
+        samples = Samples(list(completions), list(answers), columns, self.facts, as_messages or {})
         few = samples.select(range(min(2, len(samples))))
         firsts = [executors[0] for executors in self._executors.values()]
         signatures = {executor.name: executor.signature() for executor in firsts}
@@ -78,12 +85,18 @@ class Scorer:
         for executor in firsts:
             refuse_what_cannot_work(executor.name, executor.result(), len(few))
 
-    def score(self, completions: Sequence[str], answers: Sequence[str], columns: Columns) -> Scores:
+    def score(
+        self,
+        completions: Sequence[str],
+        answers: Sequence[str],
+        columns: Columns,
+        as_messages: Columns | None = None,
+    ) -> Scores:
         """Scores a step's samples within a few seconds more than the deadline.
 
-        Never raises for what a function does.
+        `as_messages` are as in `Samples`. Never raises for what a function does.
         """
-        samples = Samples(list(completions), list(answers), columns, self.facts)
+        samples = Samples(list(completions), list(answers), columns, self.facts, as_messages or {})
         for executors in self._executors.values():
             shares = np.array_split(np.arange(len(samples)), len(executors))
             for executor, share in zip(executors, shares, strict=True):
@@ -113,7 +126,7 @@ def source_of(reward: Reward) -> Spec | Callable[..., Any]:
 
 def executors_for(source: Spec | Callable[..., Any], limits: Limits) -> list[Executor]:
     if not isinstance(source, Spec):
-        return [ThreadExecutor(from_callable(source), limits.deadline)]
+        return [MainProgramExecutor(resolve(source), limits.deadline)]
     if source.is_quick:
         return [ThreadExecutor(resolve(source), math.inf)]
     return [WorkerExecutor(source, limits) for _ in range(limits.workers)]
@@ -178,6 +191,6 @@ def refuse_what_cannot_work(name: str, result: RewardResult, num_samples: int) -
         returned = failures[0].kind in (BAD_RESULT, NOT_FINITE)
         remedy = f"it must return {CONTRACT}" if returned else "correct the function"
         raise UserError(
-            f"reward function {name} fails on each of {num_samples} samples: {failures[0].message}; "
-            f"{remedy} ({WHERE})"
+            f"reward function {name} fails on each of {num_samples} samples: {failures[0].message}"
+            f"{first_cause(together, failures)}; {remedy} ({WHERE})"
         )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mindgrpo.rewards.call import IN_WORDS, KINDS, RewardResult, Score
-from mindgrpo.workers.protocol import RAISED, REFUSED
+from mindgrpo.workers.protocol import RAISED, REFUSED, CallFailure
 
 Metric = float | int | None
 
@@ -50,8 +50,11 @@ class Report:
         line = "; ".join(
             f"{count} {IN_WORDS[kind]}: {examples[kind].message}" for kind, count in by_kind.items()
         )
-        if not line and result.together_failure is not None:
-            line = f"one call for all samples: {result.together_failure.message}; scored one by one instead"
+        together = result.together_failure
+        if line:
+            line += first_cause(together, result.failures.values())
+        elif together is not None:
+            line = f"one call for all samples: {together.message}; scored one by one instead"
         return cls(counts, line, result.printed, result.seconds, frozenset(result.failures))
 
     def plus(self, other: Report) -> Report:
@@ -96,8 +99,10 @@ class Scores:
 
     @property
     def known_totals(self) -> np.ndarray:
-        """float64: the totals of the samples that no reward failed on."""
-        return self.total[~self.failed].astype(np.float64)
+        """float64: the totals of the samples that a reward scored and none failed on."""
+        unscored = [np.isnan(values) for values in self.per_function.values()]
+        nothing = np.all(unscored, axis=0) if unscored else np.zeros(len(self.total), bool)
+        return self.total[~self.failed & ~nothing].astype(np.float64)
 
     def means(self) -> dict[str, float | None]:
         """Returns each function's mean over the samples that it scored; None where there are none."""
@@ -151,6 +156,13 @@ class Scores:
             per_function[name][chosen] = values
         reports = {name: report.plus(fresh.reports[name]) for name, report in self.reports.items()}
         return Scores(per_function, total, failed, reports, self.weights)
+
+
+def first_cause(together: CallFailure | None, failures: Iterable[CallFailure]) -> str:
+    """Says why the call with all samples failed, unless that is said of a sample."""
+    if together is None or together.message in {failure.message for failure in failures}:
+        return ""
+    return f" (before, in one call for all samples: {together.message})"
 
 
 def mean_of(values: np.ndarray) -> float | None:

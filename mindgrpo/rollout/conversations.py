@@ -190,7 +190,8 @@ class Conversations:
             if isinstance(prompt, Reply):
                 not_opened[i] = prompt
             else:
-                opened[i] = replace(sample, prompt=prompt)
+                opening = form.with_system(tuple(reply.messages))
+                opened[i] = replace(sample, prompt=prompt, opening=opening)
         return opened, not_opened
 
     def _message(self, sample: Sample) -> dict[str, Any]:

@@ -86,11 +86,14 @@ CORRECT = f"; correct the class or {ENVIRONMENT.key}"
 
 @dataclass(frozen=True)
 class Trial:
-    """Holds one conversation: its prompt, and `messages`, one turn of the policy and what was answered."""
+    """Holds one conversation: its prompt, as `text` and as messages, the `opening`; and `messages`, one turn of the
+    policy and what was answered.
+    """
 
     text: str
     num_tokens: int
     messages: Messages
+    opening: Messages = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ class EnvironmentForm:
             # Messages that make no prompt have a remedy of their own.
             remedy = CORRECT if reply.has_failed else ""
             raise fails("reset", f"{ids.turn['error']}{remedy}")
+        begun = self.form.with_system(tuple(reply.messages))
         reply = reply_to(completion, pool.ask({number: completion})[number])
         if reply.has_failed:
             raise fails(f"step({completion!r})", f"{reply.turn['error']}{CORRECT}")
@@ -158,7 +162,7 @@ class EnvironmentForm:
         turn = {"role": "assistant", "content": completion, **reply.turn}
         answered = () if reply.is_last else reply.messages
         shown = self.form.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        return Trial(shown, len(ids), (turn, *answered))
+        return Trial(shown, len(ids), (turn, *answered), begun)
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:

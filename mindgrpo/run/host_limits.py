@@ -9,15 +9,13 @@ import shutil
 import sys
 from pathlib import Path
 
-import psutil
-
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.checkpoint.folders import Start, steps_in
 from mindgrpo.checkpoint.save import SPARE_BYTES
 from mindgrpo.errors import UserError
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
-from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.monitor.host_memory import format_bytes, host_memory
 from mindgrpo.plan.memory import COPIES_IN_A_CHECKPOINT, unfinished_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.run.machine_checks import Finding, needs
@@ -46,9 +44,9 @@ def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None, start: Start |
 def memory(plan: RunPlan, ranks: int) -> Finding:
     most = max((row.total for row in plan.memory()), default=0)
     needed = ranks * (most + RANK_BYTES)
-    host = psutil.virtual_memory()
+    host = host_memory()
     what = (
-        f"{ranks} ranks need some {format_bytes(needed)} of memory at their peak, and this machine has "
+        f"{ranks} ranks need some {format_bytes(needed)} of memory at their peak, and this machine, or container, has "
         f"{format_bytes(host.total)}, {format_bytes(host.available)} of it free"
     )
     remedy = "use fewer ranks, a smaller model, or more machines (python -m mindgrpo plan shows what takes it)"

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Literal
 
-import psutil
-
 from mindgrpo.backend.targets import BOARD_FOLDERS, device_state
 from mindgrpo.errors import UserError
-from mindgrpo.monitor.host_memory import format_bytes
+from mindgrpo.monitor.host_memory import format_bytes, host_memory
 from mindgrpo.rollout.vllm.environment import (
     INSTALL,
     VARIABLE,
@@ -230,7 +228,7 @@ def _meeting_folder() -> Finding:
 
 def _capacity() -> list[Finding]:
     """Looks at cores, memory, disk and open files; a run's preflight compares the last three with what it needs."""
-    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
+    cores, memory = len(os.sched_getaffinity(0)), host_memory()
     free = shutil.disk_usage(".").free  # of the folder that runs write to by default
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < MIN_DESCRIPTORS

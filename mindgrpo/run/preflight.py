@@ -32,7 +32,7 @@ from mindgrpo.data.sources import (
 from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError, error_of
-from mindgrpo.grpo.scoring import reward_columns
+from mindgrpo.grpo.scoring import CompletionForm, message_columns, reward_columns
 from mindgrpo.grpo.settings import sampling_settings
 from mindgrpo.memory.residency import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
@@ -55,6 +55,12 @@ Reward = str | Callable[..., Any]
 SEEDS = {"dataset_file": range(10_000), "eval_dataset_file": range(10_000, 11_000)}
 
 
+MESSAGES_NOTE = (
+    "your reward functions get completions as lists of messages, as TRL passes them where prompts are such lists "
+    "(reward_config.completions: text for texts)"
+)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Holds what a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores.
@@ -71,10 +77,11 @@ class Inputs:
     notes: tuple[str, ...] = ()
     turns: Turns | None = None
     trial: Trial | None = None
+    form: CompletionForm = "text"
 
     def check_rewards(self) -> None:
         sets = [self.prompts] if self.held_out is None else [self.prompts, self.held_out]
-        dry_run_rewards(self.scorer, self.tokenizer, sets, self.turns, self.trial)
+        dry_run_rewards(self.scorer, self.tokenizer, sets, self.turns, self.trial, self.form)
 
     @property
     def first_prompt(self) -> str:
@@ -110,6 +117,7 @@ def dry_run_rewards(
     sets: Sequence[PromptSet],
     turns: Turns | None,
     trial: Trial | None,
+    form: CompletionForm,
 ) -> None:
     """Puts the gold answers of two prompts of the first set through every reward, once imported. Raises UserError."""
     if scorer is None:
@@ -125,7 +133,9 @@ def dry_run_rewards(
     lengths, reasons = [len(own) for own in ids], ["stop"] * len(two)
     columns = reward_columns(two, begun, ids, lengths, reasons, conversations)
     unanswered = next((prompts.unanswered for prompts in sets if prompts.unanswered), "")
-    scorer.dry_run(answers, answers, columns, unanswered)
+    openings = [() if trial is None else trial.opening] * len(two)
+    messages = message_columns(form, two, begun, answers, conversations, openings)
+    scorer.dry_run(answers, answers, columns, unanswered, messages)
 
 
 def prepare(
@@ -135,11 +145,13 @@ def prepare(
     reward_weights: Sequence[float] | None = None,
     ranks: Ranks = ALONE,
     scores: bool = True,
+    form: CompletionForm = "text",
 ) -> Inputs:
     """Reads everything. Raises UserError. `reward_functions` replace those of reward_config, weights included.
 
     `ranks`, who all call this, share the reading of the data. Where this process `scores`, rewards begin to load
-    first, to be checked with `check_rewards` at the end.
+    first, to be checked with `check_rewards` at the end. `form` is what they get where reward_config.completions does
+    not say.
     """
     with ExitStack() as unless_read:
         scorer = scorer_of(config, reward_functions, reward_weights) if scores else None
@@ -147,7 +159,10 @@ def prepare(
             unless_read.callback(scorer.close)
         inputs = _read(config, world_size, ranks, scorer)
         unless_read.pop_all()
-    return inputs
+    asked, notes = config.reward_config.completions, inputs.notes
+    if asked is None and form == "as_prompts" and inputs.prompts[0].example.is_conversation:
+        notes = (*notes, MESSAGES_NOTE)
+    return replace(inputs, form=asked or form, notes=notes)
 
 
 def read_model(config: Config) -> DecoderConfig:

@@ -23,7 +23,6 @@ from typing import Any
 from mindgrpo.errors import UserError
 from mindgrpo.health.processes import ENDS_WITH_RANK_VARIABLE
 from mindgrpo.user_code import PACKAGE, Kind
-from mindgrpo.workers import processes
 from mindgrpo.workers.protocol import (
     EXIT,
     MEMORY,
@@ -36,7 +35,7 @@ from mindgrpo.workers.protocol import (
 from mindgrpo.workers.worker import Order
 
 START = (
-    "import sys; sys.path.insert(0, sys.argv[3]); from mindgrpo.workers.worker import main; main()"
+    "import sys; sys.path.insert(0, sys.argv[4]); from mindgrpo.workers.worker import main; main()"
 )
 # A worker computes beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -86,12 +85,16 @@ class Worker:
 
     def load(self) -> Any:
         """Waits until the user's code is loaded; returns its description. Raises UserError where it cannot be."""
-        return self._loaded_process().description()
+        return self._loaded_process().loaded()["loaded"]
+
+    def threads(self) -> list[str]:
+        """Returns the names of the threads that loading the user's code has started. Raises UserError."""
+        return list(self._loaded_process().loaded()["threads"])
 
     def _loaded_process(self) -> SupervisedWorker:
         process = self.start()
         try:
-            process.description()
+            process.loaded()
             return process
         except WorkerEnded as ended:
             self._drop()
@@ -165,7 +168,7 @@ class SupervisedWorker:
     """A worker process and its supervisor. What it prints is read into `output` while it is waited for."""
 
     def __init__(self, order: Order, output: Output) -> None:
-        self._memory, self._output = order.memory, output
+        self._output = output
         self._loaded: dict[str, Any] = {}
         self._unread = b""
         self._socket, theirs = socket.socketpair()
@@ -177,7 +180,7 @@ class SupervisedWorker:
                     sys.executable,
                     "-c",
                     START,
-                    *map(str, descriptors),
+                    *map(str, (*descriptors, order.memory)),
                     str(PACKAGE.resolve().parent),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -187,14 +190,17 @@ class SupervisedWorker:
             )
         self.send(order, START_SECONDS)
 
-    def description(self) -> Any:
-        """Waits until the user's code is loaded. Raises UserError where it refuses to, and WorkerEnded."""
+    def loaded(self) -> dict[str, Any]:
+        """Waits until the user's code is loaded; returns its description as `loaded`, and `threads` that run since.
+
+        Raises UserError where it refuses to be loaded, and WorkerEnded.
+        """
         if not self._loaded:
             message = next(self.messages(START_SECONDS, ""))
             if "refused" in message:
                 raise UserError(str(message["refused"]))
-            self._loaded = {"description": message["loaded"], "pid": message["pid"]}
-        return self._loaded["description"]
+            self._loaded = message
+        return self._loaded
 
     def send(self, content: Any, seconds: float) -> None:
         self._socket.settimeout(seconds)
@@ -218,19 +224,17 @@ class SupervisedWorker:
                 message = json.loads(line)
                 ended = message.get("ended")
             except (ValueError, AttributeError):
-                ended = "ended"
+                message, ended = {}, "its process ended"
             if ended is not None:
-                raise WorkerEnded(CallFailure(EXIT, f"its process {ended}"))
+                kind = MEMORY if message.get("kind") == MEMORY else EXIT
+                raise WorkerEnded(CallFailure(kind, str(ended)))
             yield message
             if each:
                 late = time.monotonic() + seconds
 
     def _read(self) -> None:
-        """Takes what has come within a tick. Raises WorkerEnded for its end, or too much memory."""
+        """Takes what has come within a tick. Raises WorkerEnded for its end."""
         self._output.wait_with(self._socket)
-        if self._loaded and processes.memory_of(self._loaded["pid"]) > self._memory:
-            limit = f"more than reward_config.memory, {self._memory >> 20} MiB"
-            raise WorkerEnded(CallFailure(MEMORY, limit))
         chunk = b""
         try:
             chunk = self._socket.recv(READ_BYTES >> 4)

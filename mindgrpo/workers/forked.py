@@ -15,9 +15,10 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -203,7 +204,8 @@ class ForkedProcesses:
             os.kill(process.pid, TRACEBACK_SIGNAL)
         for process in late:
             where = process.location(now + TRACEBACK_SECONDS)
-            self._stop(process, CallFailure(TIMEOUT, f"no answer within {deadline:g} s{where}"))
+            message = f"no answer within {deadline:g} s{where}{hint_at(running_threads())}"
+            self._stop(process, CallFailure(TIMEOUT, message))
 
     def _used_by(self, process: ForkedProcess) -> int:
         """Returns the bytes beyond what the worker has itself."""
@@ -215,8 +217,24 @@ class ForkedProcesses:
             process.memory = self._used_by(process)
         by_size = sorted(self._by_session.values(), key=lambda process: process.memory)
         while sum(process.memory for process in by_size) > self._memory:
-            message = f"more than reward_config.memory, {self._memory >> 20} MiB"
-            self._stop(by_size.pop(), CallFailure(MEMORY, message))
+            failure = CallFailure(MEMORY, processes.too_much_memory(self._memory))
+            self._stop(by_size.pop(), failure)
+
+
+def running_threads() -> list[str]:
+    """Returns the names of Python's threads in this process beside the present one: a forked process has none."""
+    own = threading.current_thread()
+    return [thread.name for thread in threading.enumerate() if thread is not own]
+
+
+def hint_at(threads: Sequence[str]) -> str:
+    """Says what may be missing in a process that was forked from one with `threads`; "" where there are none."""
+    if not threads:
+        return ""
+    return (
+        f" (importing it starts the thread {threads[0]}, which does not run in the process of a call; start threads "
+        "in the first call instead)"
+    )
 
 
 def flush_output() -> None:

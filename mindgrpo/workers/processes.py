@@ -13,6 +13,8 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 PAGE = resource.getpagesize()
+# What one large allocation may take before its process is seen and ended.
+RESERVED_BYTES = 16 << 30
 
 
 def adopt_orphans() -> None:
@@ -20,11 +22,20 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def limit_memory(num_bytes: int) -> None:
-    """Limits memory that is written to and not shared; beyond it Python raises MemoryError."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    wanted = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
+def limit_reserved(num_bytes: int) -> None:
+    """Limits what this process may reserve to `num_bytes` beyond RESERVED_BYTES; then Python raises MemoryError.
+
+    Memory in use is for others to watch: the system has no limit of it, and every thread reserves 8 MiB of stack.
+    """
+    hard, wanted = resource.getrlimit(resource.RLIMIT_DATA)[1], num_bytes + RESERVED_BYTES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+
+
+def too_much_memory(num_bytes: int) -> str:
+    """Says that a process, or several together, used more than `num_bytes`."""
+    return f"more than reward_config.memory, {num_bytes >> 20} MiB"
 
 
 def memory_of(pid: int) -> int:

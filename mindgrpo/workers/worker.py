@@ -1,8 +1,9 @@
 """A worker process, which loads what users wrote and calls it as its rank asks, and its supervisor.
 
 The supervisor is a fresh Python that forks the worker, which a rank with compute threads cannot. It ends the worker
-with the rank, and whatever a worker leaves behind. The rank watches deadlines and memory. What the rank sends is
-pickled; what it is sent are lines of JSON, because a process that somebody's code has wrecked may have written them.
+with the rank, or when it uses too much memory, and whatever a worker leaves behind. The rank watches deadlines. What
+the rank sends is pickled; what it is sent are lines of JSON, because a process that somebody's code has wrecked may
+have written them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,11 +27,12 @@ from mindgrpo.errors import UserError
 from mindgrpo.health.processes import end_with_parent
 from mindgrpo.user_code import describe
 from mindgrpo.workers import processes
-from mindgrpo.workers.forked import ForkedProcesses, flush_output
-from mindgrpo.workers.protocol import MEMORY, CallFailure, Service, Task, to_message
+from mindgrpo.workers.forked import ForkedProcesses, flush_output, running_threads
+from mindgrpo.workers.protocol import EXIT, MEMORY, CallFailure, Service, Task, to_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-ORPHAN_CHECK_MILLISECONDS = 2000
+MEMORY_CHECK_MILLISECONDS = 50
+ORPHAN_CHECK_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,15 @@ class Order:
 
 
 def main() -> None:
-    """Supervises a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to.
+    """Supervises a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to,
+    and the bytes of memory that it may use.
 
-    The last line on the socket is {"ended": how}, in one with what the worker wrote when it died, if it did.
+    The last line on the socket is {"ended": how, "kind": EXIT or MEMORY}, in one with what the worker wrote when it
+    died, if it did.
     """
     rank, supervisor = os.getppid(), os.getpid()
     channel, output = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    memory, kind = int(sys.argv[3]), EXIT
     # Ctrl-C and a launcher's goodbye are the rank's to obey; this ends when the rank does.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -63,10 +69,19 @@ def main() -> None:
     events = select.poll()
     events.register(channel, 0)  # its end only: what comes in is for the worker
     events.register(os.pidfd_open(worker), select.POLLIN)
-    while not events.poll(ORPHAN_CHECK_MILLISECONDS) and os.getppid() == rank:
-        processes.kill_children(spared=worker)
+    checked = time.monotonic()
+    while not events.poll(MEMORY_CHECK_MILLISECONDS) and os.getppid() == rank:
+        if processes.memory_of(worker) > memory:
+            kind = MEMORY
+            break
+        if time.monotonic() - checked > ORPHAN_CHECK_SECONDS:
+            processes.kill_children(spared=worker)
+            checked = time.monotonic()
     processes.kill_group(worker)
-    ended = {"ended": processes.how_it_ended(os.waitpid(worker, 0)[1])}
+    how = f"its process {processes.how_it_ended(os.waitpid(worker, 0)[1])}"
+    if kind == MEMORY:
+        how = processes.too_much_memory(memory)
+    ended = {"ended": how, "kind": kind}
     channel.setblocking(False)
     with suppress(OSError):
         channel.sendall(json.dumps(ended).encode() + b"\n")
@@ -109,14 +124,17 @@ def serve(channel: socket.socket) -> None:
     received = channel.makefile("rb")
     order: Order = pickle.load(received)
     sys.path[:] = order.search_path
-    processes.limit_memory(order.memory)
+    processes.limit_reserved(order.memory)
     try:
         service = order.load()
     except UserError as error:
         return send({"refused": str(error)})
     except BaseException as error:
         return send({"refused": f"{order.what}: {describe(error)}"})
-    send({"loaded": service.description, "pid": os.getpid()})
+    if processes.memory_of(os.getpid()) > order.memory:
+        used = processes.too_much_memory(order.memory)
+        return send({"refused": f"{order.what}: loading it takes {used}; raise it"})
+    send({"loaded": service.description, "threads": running_threads()})
     forked = ForkedProcesses(service.answer, report, order.memory)
     while True:
         asked: Sequence[Task]
@@ -124,6 +142,8 @@ def serve(channel: socket.socket) -> None:
         for index, task in enumerate(asked):
             if task.session is None:
                 answer = service.answer(task.content)
+                if processes.memory_of(os.getpid()) > order.memory:
+                    answer = CallFailure(MEMORY, processes.too_much_memory(order.memory))
                 report(index, answer)
                 if isinstance(answer, CallFailure) and answer.kind == MEMORY:
                     return  # what is left of this process is not fit to be asked more

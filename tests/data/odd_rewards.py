@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 
 def spins(completions):
@@ -81,4 +83,19 @@ def closes_its_output(completions):
 def leaves_a_process(completions):
     subprocess.Popen(["sleep", os.environ["LEFT_BEHIND"]], start_new_session=True)
     time.sleep(10**9 if len(completions[0]) == 1 else 0)
+    return [1.0] * len(completions)
+
+
+kept = []
+
+
+def keeps_what_it_has_read(completions):
+    kept.append(b"x" * 10**9)
+    return [1.0] * len(completions)
+
+
+def asks_with_many_threads(completions):
+    all_run = Barrier(len(completions))
+    with ThreadPoolExecutor(len(completions)) as pool:
+        list(pool.map(lambda _: all_run.wait(60), completions))
     return [1.0] * len(completions)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, show
 from mindgrpo.health.failure import RankFailure, describe_code, position_of, write_failure
 from mindgrpo.health.processes import (
     IN_MEMORY,
@@ -159,7 +159,7 @@ class EngineProcess:
             return
         folder, rank = self._health.folder, self._health.rank
         sentence = self._ending(position_of(folder, rank).strip() or "while it had nothing to do")
-        print(f"mindgrpo: {sentence}", file=sys.stderr, flush=True)
+        show(sys.stderr, f"mindgrpo: {sentence}\n")
         write_failure(folder, rank, RankFailure(rank, time.time(), 1, sentence))
         self._kill()
         os._exit(1)

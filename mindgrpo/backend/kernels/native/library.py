@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, show
 from mindgrpo.health.processes import STATUS_VARIABLE
 
 SOURCES = Path(__file__).resolve().parent
@@ -179,8 +179,7 @@ def _say(what: str) -> None:
         with Path(folder or "/nowhere", "messages").open("a", encoding="utf-8") as screen:
             screen.write(line)
     except OSError:
-        sys.stderr.write(line)
-        sys.stderr.flush()
+        show(sys.stderr, line)
 
 
 @cache
