@@ -16,7 +16,7 @@ from small_runs import CONFIG, completions, make_inputs, model_bits, rows, run, 
 
 from mindgrpo import GRPOConfig, GRPOTrainer
 from mindgrpo.config import Loaded, load_config, values_by_key
-from mindgrpo.config.names import aliases
+from mindgrpo.config.names import PENDING, aliases
 from mindgrpo.config.schema import LIVE
 from mindgrpo.environments.packages import ReasoningGym
 from mindgrpo.errors import UserError
@@ -128,8 +128,7 @@ def loaded_with(**arguments: Any) -> dict[str, Any]:
 
 
 def test_a_grpo_config_sets_the_keys_that_mean_the_same() -> None:
-    taken = aliases().taken_from_trl
-    assert taken.keys() == aliases().same_in_trl and set(taken.values()) <= LIVE.keys()
+    assert set(aliases().of_trl.values()) <= {*LIVE, *PENDING}
     args = GRPOConfig("out", learning_rate=2e-5, epsilon=0.1, max_steps=-1, num_train_epochs=3.0)
     assert loaded_with(args=args) == {
         "output_dir": "out",
@@ -161,3 +160,12 @@ def test_adapters_are_peft_s() -> None:
     assert found == dict(zip(keys, (4, 16.0, ["q_proj", "v_proj"]), strict=True))
     every = {"r": 2, "target_modules": "all-linear"}
     assert loaded_with(peft_config=every) == dict(zip(keys, (2, 8.0, None), strict=True))
+
+
+def test_args_win_over_config_and_their_lengths_make_rows_long_enough() -> None:
+    config = {"rl_config": {"beta": 0.5}, "generate_config": {"max_prompt_length": 40}}
+    args = GRPOConfig(beta=0.1, max_completion_length=2000)
+    loaded = with_arguments(config, None, None, None, args=args)
+    assert isinstance(loaded, Loaded)
+    rl = loaded.config.rl_config
+    assert (rl.beta, rl.seq_length) == (0.1, 2040)
