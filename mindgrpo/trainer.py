@@ -34,8 +34,9 @@ class GRPOTrainer(TrainingLoop):
     """Trains as `config` says, on every rank that msrun started, or alone.
 
     `reward_functions` (callables, built-in names, module:function or file.py:function) replace
-    those of reward_config, each with weight 1.0 unless `reward_weights` says. `name` names the
-    output folder. Raises UserError for whatever the configuration gets wrong.
+    those of reward_config, each with weight 1.0 unless `reward_weights`, `args` or a `reward_config.verifier_weight`
+    without functions beside it says. `name` names the output folder. Raises UserError for whatever the configuration
+    gets wrong.
 
     In TRL's form: `model` (a Hugging Face directory), `reward_funcs` (one or several) and `train_dataset` and
     `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, as
@@ -86,6 +87,7 @@ class GRPOTrainer(TrainingLoop):
                 environment=environment,
                 args=args,
                 peft_config=peft_config,
+                has_rewards=reward_functions is not None,
             ),
             name,
         )

@@ -77,7 +77,8 @@ def test_a_generated_page_is_well_formed_markdown(page: str) -> None:
             ["is called rl_config.eval_temperature here."],
         ),
         ("temperature", ["generate_config.sampling_config.temperature: ", "in TRL: temperature"]),
-        ("bf16", ["bf16 is no key here: set context.compute_dtype"]),
+        ("bf16", ["bf16 is called context.compute_dtype here: its true is bfloat16"]),
+        ("mixed_precision", ["mixed_precision is no key here: set context.compute_dtype"]),
         ("rl_config.align_type", ["is retired, it has no effect: "]),
         ("ref_config.recompute_config.recompute", ["ref_config.recompute_config is retired"]),
         ("actor_config.optimizer", ["is a section of", "  actor_config.optimizer.eps"]),
@@ -188,7 +189,13 @@ def test_settings_of_others_become_a_configuration(
     assert isinstance(rate, float) and math.isclose(rate, 1e-7)
     assert found | {"actor_config.lr_schedule.min_lr": 1e-7} == MEANT | {"rl_config.seed": 3}
     remarks = [line for line in printed.splitlines() if line.startswith("#")]
-    parts = ("rl_config.batch_size here: samples", "without effect there", "number of ranks")
+    parts = (
+        "data.truncation=error: without effect, as there, with filter_overlong_prompts=True",
+        "rl_config.prompts_per_step 64, and rl_config.batch_size counts packed rows",
+        "without effect, as there, without use_kl_in_reward=True",
+        "number of ranks",
+        "as it is here: trainer.save_freq=-1",
+    )
     for remark, part in zip(remarks, parts, strict=True):
         assert part in remark
     # The same settings in a file of sections.
@@ -197,6 +204,7 @@ def test_settings_of_others_become_a_configuration(
     assert main(["config", "--explain", *words]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "# nonsense=1: no key comes near it, leave it out",
+        "# as it is here: max_steps=-1",
         "rl_config:",
         "  epochs: 3  # trainer.total_epochs",
         "actor_config:",

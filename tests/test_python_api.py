@@ -55,12 +55,13 @@ WRONG = {
     "GRPOTrainer(beta=0.1)": "'beta'; did you mean rl_config.beta",
     "GRPOTrainer('model')": "config is 'model', but must be",
     "GRPOTrainer.train(None, ignore_keys_for_eval=1)": "takes no argument 'ignore_keys_for_eval'",
-    "from mindgrpo import GRPOConfig; GRPOConfig(per_device_train_batch_size=8, bf16=True)": (
-        "per_device_train_batch_size: it is called rl_config.batch_size here: samples on a device "
-        "there, packed rows on a data-parallel rank here; bf16: set context.compute_dtype"
+    "from mindgrpo import GRPOConfig; GRPOConfig(per_device_train_batch_size=6, fsdp='full_shard')": (
+        "per_device_train_batch_size: 6 samples a rollout are no whole number of groups of num_generations 8; set "
+        "rl_config.prompts_per_step, such as 1; fsdp: layouts are sections parallel_config"
     ),
     "from mindgrpo import GRPOConfig; GRPOConfig(num_iterations=2, save_steps=5)": (
-        "num_iterations 2, with which TRL counts save_steps in updates; set rl_config.save_ckpt_interval"
+        "save_steps: TRL counts updates, of which a rollout has 2, and 5 are no whole number of rollouts; set "
+        "rl_config.save_ckpt_interval"
     ),
 }
 PROGRAM = """

@@ -293,7 +293,7 @@ EXPLAINED = [
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
         ["called ref_config.ref_model_batch_size here"],
     ),
-    ("actor_rollout_ref.actor.use_kl_loss=True", ["rl_config.beta here: its true is a beta"]),
+    ("actor_rollout_ref.actor.use_kl_loss=True", ["beta: 0.001  # actor_rollout_ref.actor.use_kl"]),
     ("algorithm.kl_ctrl.kl_coef", ["rl_config.beta here", "rl_config.kl_in_reward"]),
     (
         "+data.filter_overlong_prompts=True",

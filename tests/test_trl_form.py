@@ -16,10 +16,11 @@ from small_runs import CONFIG, completions, make_inputs, model_bits, rows, run, 
 
 from mindgrpo import GRPOConfig, GRPOTrainer
 from mindgrpo.config import Loaded, load_config, values_by_key
-from mindgrpo.config.names import aliases
+from mindgrpo.config.names import PENDING, aliases
 from mindgrpo.config.schema import LIVE
 from mindgrpo.environments.packages import ReasoningGym
 from mindgrpo.errors import UserError
+from mindgrpo.run.preflight import scorer_of
 from mindgrpo.run.trl_arguments import with_arguments
 
 ONE_STEP = ("--rl_config.max_steps", "1")
@@ -133,8 +134,7 @@ def loaded_with(**arguments: Any) -> dict[str, Any]:
 
 
 def test_a_grpo_config_sets_the_keys_that_mean_the_same() -> None:
-    taken = aliases().taken_from_trl
-    assert taken.keys() == aliases().same_in_trl and set(taken.values()) <= LIVE.keys()
+    assert set(aliases().of_trl.values()) <= {*LIVE, *PENDING}
     args = GRPOConfig("out", learning_rate=2e-5, epsilon=0.1, max_steps=-1, num_train_epochs=3.0)
     assert loaded_with(args=args) == {
         "output_dir": "out",
@@ -166,3 +166,42 @@ def test_adapters_are_peft_s() -> None:
     assert found == dict(zip(keys, (4, 16.0, ["q_proj", "v_proj"]), strict=True))
     every = {"r": 2, "target_modules": "all-linear"}
     assert loaded_with(peft_config=every) == dict(zip(keys, (2, 8.0, None), strict=True))
+
+
+def weights_of(**arguments: Any) -> list[float]:
+    """The weights with which a trainer of two reward functions in code scores."""
+    keyword = arguments.pop("reward_weights", None)
+    config = arguments.pop("config", None)
+    loaded = with_arguments(config, None, None, None, has_rewards=True, **arguments)
+    config = loaded.config if isinstance(loaded, Loaded) else loaded
+    scorer = scorer_of(config, [spread, in_trls_form], keyword)
+    scorer.close()
+    return list(scorer.weights)
+
+
+def test_weights_beside_reward_functions_in_code_act_wherever_they_are_given() -> None:
+    given = {"reward_config": {"verifier_weight": [1.0, 0.1]}}
+    of_file = {"verifier_function": ["accuracy_reward"], "verifier_weight": [3.0]}
+    assert weights_of(args=GRPOConfig(reward_weights=[1.0, 0.1])) == [1.0, 0.1]
+    assert weights_of(config=given) == weights_of(reward_weights=[1.0, 0.1]) == [1.0, 0.1]
+    assert weights_of() == [1.0, 1.0]
+    # Those of functions that others replace go with them, and do not count in the way of others.
+    assert weights_of(config={"reward_config": of_file}) == [1.0, 1.0]
+    own = GRPOConfig(reward_weights=[1.0, 0.1])
+    assert weights_of(config={"reward_config": of_file}, args=own) == [1.0, 0.1]
+
+
+def test_weights_that_do_not_fit_the_functions_or_one_another_are_refused() -> None:
+    with pytest.raises(UserError, match="3 weights were given for 2 reward functions"):
+        weights_of(args=GRPOConfig(reward_weights=[1.0, 2.0, 3.0]))
+    with pytest.raises(UserError, match="reward_weights is .2.0, 2.0. and reward_config.verifier"):
+        weights_of(args=GRPOConfig(reward_weights=[1.0, 0.1]), reward_weights=[2.0, 2.0])
+
+
+def test_args_win_over_config_and_their_lengths_make_rows_long_enough() -> None:
+    config = {"rl_config": {"beta": 0.5}, "generate_config": {"max_prompt_length": 40}}
+    args = GRPOConfig(beta=0.1, max_completion_length=2000)
+    loaded = with_arguments(config, None, None, None, args=args)
+    assert isinstance(loaded, Loaded)
+    rl = loaded.config.rl_config
+    assert (rl.beta, rl.seq_length) == (0.1, 2040)

@@ -88,22 +88,29 @@ def config_with(
 
     One that was loaded for supervised training stays so.
     """
-    entries: dict[str, Sourced] = {}
-    if isinstance(config, Loaded):
-        is_supervised |= config.is_supervised
-        for key, value in values_by_key(config.config).items():
-            if config.origins[key] != "default":
-                entries[key] = Sourced(value, config.origins[key])
-    else:
-        if isinstance(config, Config):
-            if not values and not is_supervised:
-                return Loaded(config, dict.fromkeys(LIVE, IN_CODE), [])
-            config = config.model_dump(by_alias=True, exclude_unset=True)
-        for section, inner in (config or {}).items():
-            entries |= flatten(inner, str(section), IN_CODE)
+    is_supervised |= isinstance(config, Loaded) and config.is_supervised
+    if isinstance(config, Config) and not values and not is_supervised:
+        return Loaded(config, dict.fromkeys(LIVE, IN_CODE), [])
+    entries = entries_of(config)
     for key, value in values.items():
         _override(entries, key, value, IN_CODE)
     return _loaded(entries, is_supervised)
+
+
+def entries_of(config: Config | Loaded | Mapping[str, Any] | None) -> dict[str, Sourced]:
+    """Returns what a configuration sets, by key: no defaults."""
+    if isinstance(config, Loaded):
+        return {
+            key: Sourced(value, config.origins[key])
+            for key, value in values_by_key(config.config).items()
+            if config.origins[key] != "default"
+        }
+    if isinstance(config, Config):
+        config = config.model_dump(by_alias=True, exclude_unset=True)
+    entries: dict[str, Sourced] = {}
+    for section, inner in (config or {}).items():
+        entries |= flatten(inner, str(section), IN_CODE)
+    return entries
 
 
 def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
@@ -307,6 +314,8 @@ def _remedy(value: object, field: FieldInfo) -> str:
         return "put it in quotes"
     if any(get_origin(kind) is list for kind in wanted) and isinstance(value, (str, int, float)):
         return f"write [{value}]"
+    if value is None and any(get_origin(kind) is list for kind in wanted):
+        return "write [] for none, or leave it out"
     default = "the default" if field.default in (None, "", []) else repr(field.default)
     return f"leave it out for {default}"
 

@@ -46,30 +46,42 @@ SECTIONS: frozenset[str] = frozenset(
 
 @dataclass(frozen=True)
 class Aliases:
-    """What other trainers call our keys. For suggestions: no value is taken over, but those of `same_in_trl`.
+    """What other trainers call our keys, and what their values mean here: the tables of aliases.yaml.
 
-    `by_key`: our key -> trainer -> its names. `differences`: such a name -> what its value means here. `absent`: a
-    name -> why it has no key. `sections`: theirs -> ours. `same_in_mindrlhf` are our keys that MindRLHF has too;
-    `generic` are last words that lead to no key by themselves.
+    `by_key`: our key -> trainer -> its names. `differences`: such a name -> what its value means here; `same` are those
+    whose values are taken all the same. `words`: name -> its value -> ours. `unset`: name -> its values for "not set".
+    `absent`: a name, or `section.*`, -> why it has no key; values of `ignored` change nothing, as do the `harmless`
+    values of others. `sections`: theirs -> ours. `same_in_mindrlhf` are our keys that MindRLHF has too; `generic` are
+    last words that lead to no key by themselves. `peft` has fields of its LoraConfig.
     """
 
     by_key: dict[str, dict[str, list[str]]]
     differences: dict[str, str]
+    same: frozenset[str]
+    words: dict[str, dict[Any, Any]]
+    unset: dict[str, list[Any]]
     absent: dict[str, str]
+    ignored: frozenset[str]
+    harmless: dict[str, list[Any]]
     sections: dict[str, str]
     same_in_mindrlhf: frozenset[str]
     generic: frozenset[str]
-    same_in_trl: frozenset[str]
+    peft: dict[str, Any]
 
     def names_of(self, key: str) -> list[str]:
         """Returns other trainers' names of our key, as they write them."""
         return [name for names in self.by_key.get(key, {}).values() for name in names]
 
     @cached_property
-    def taken_from_trl(self) -> dict[str, str]:
-        """Maps TRL's names of `same_in_trl` to our keys."""
-        keys = {name: key for key, names in self.by_key.items() for name in names.get("trl", ())}
-        return {name: keys[name] for name in keys if name in self.same_in_trl}
+    def of_trl(self) -> dict[str, str]:
+        """Maps TRL's names to our keys."""
+        return {name: key for key, names in self.by_key.items() for name in names.get("trl", ())}
+
+    @cached_property
+    def all_names(self) -> frozenset[str]:
+        """Returns every name of other trainers that stands for something, with a key or without."""
+        absent = {name for name in self.absent if not name.endswith("*")}
+        return frozenset(name for name in (*self._keys, *absent) if self.remedy(name))
 
     @cached_property
     def _keys(self) -> dict[str, str]:
@@ -87,9 +99,13 @@ class Aliases:
         # A name that is written without dots wins over the last word of another.
         return leaves | {name: name for name in full if name not in not_alone}
 
-    def full(self, name: str) -> str:
-        """Returns another trainer's name as it is written there; one that is none as it is."""
-        return self._full_name(name) or name
+    def in_full(self, name: str) -> str:
+        """Returns a setting's name as its trainer writes it: of one without sections those of verl are not known."""
+        return name if "." in name or name in self._keys else self._full_names.get(name, name)
+
+    def key_of(self, full_name: str) -> str | None:
+        """Returns our key for a name that is written as there."""
+        return self._keys.get(full_name)
 
     def _full_name(self, name: str) -> str:
         return self._full_names.get(name) or self._full_names.get(leaf_of(name), "")
@@ -103,21 +119,51 @@ class Aliases:
         ours, difference = self.ours(name), self.differences.get(self._full_name(name))
         return ours and f"called {dashes}{ours} here{f': {difference}' if difference else ''}"
 
+    def without_key(self, name: str) -> str | None:
+        """Returns the entry of `absent` that stands for a name: an end of it, a section around it, or its last word."""
+        words = name.split(".")
+        ends = (".".join(words[start:]) for start in range(len(words) - 1))
+        around = (
+            f"{'.'.join(words[start:end])}.*"
+            for end in range(len(words) - 1, 0, -1)
+            for start in range(end)
+        )
+        return next((one for one in (*ends, *around, words[-1]) if one in self.absent), None)
+
     def remedy(self, name: str, dashes: str = "") -> str | None:
         """Says what is here instead of another trainer's name, as the end of a sentence."""
-        called = self.called(name, dashes)
-        return f"it is {called}" if called else self.absent.get(leaf_of(name))
+        if called := self.called(name, dashes):
+            return f"it is {called}"
+        entry = self.without_key(name)
+        return self.absent[entry] if entry else None
 
 
 @cache
 def aliases() -> Aliases:
     data = _data("aliases.yaml")
-    absent = {name: group["why"] for group in data["absent"] for name in group["names"]}
+    absent: dict[str, str] = {}
+    ignored: set[str] = set()
+    harmless: dict[str, list[Any]] = {}
+    for group in data["absent"]:
+        own, without_effect = group.get("names", ()), group.get("ignored", ())
+        absent |= dict.fromkeys((*own, *without_effect), group["why"])
+        ignored |= set(without_effect)
+        harmless |= own if isinstance(own, dict) else {}
     same = (f"{section}.{leaf}" for section, leaves in data["mindrlhf"].items() for leaf in leaves)
-    generic = frozenset(data["generic"])
-    keys, differences, sections = data["keys"], data["differences"], data["sections"]
-    taken = frozenset(data["same_in_trl"])
-    return Aliases(keys, differences, absent, sections, frozenset(same), generic, taken)
+    return Aliases(
+        by_key=data["keys"],
+        differences=data["differences"],
+        same=frozenset(data["same"]),
+        words=data["words"],
+        unset=data["unset"],
+        absent=absent,
+        ignored=frozenset(ignored),
+        harmless=harmless,
+        sections=data["sections"],
+        same_in_mindrlhf=frozenset(same),
+        generic=frozenset(data["generic"]),
+        peft=data["peft"],
+    )
 
 
 def leaf_of(key: str) -> str:
@@ -139,14 +185,20 @@ def suggestion(key: str, dashes: str = "") -> str:
     """Returns the remedy for an unknown dotted key or bare name, as the end of a sentence."""
     if remedy := aliases().remedy(key, dashes):
         return remedy
+    if key in SECTIONS:
+        return f"it is a section of keys, as in config={{'{key}': {{...}}}}"
     section, _, leaf = key.rpartition(".")
     near = nearest(key, [known for known in KNOWN if leaf_of(known) == leaf], cutoff=0.0)
     # A retired key is not a remedy: it is only what somebody meant who mistyped it.
-    for cutoff, names in ((0.85, KNOWN), (0.6, (*LIVE, *PENDING))):
+    for cutoff, names in ((0.85, KNOWN), (0.75, (*LIVE, *PENDING))):
         inside = [name for name in names if name.rpartition(".")[0] == section]
-        for among in (inside, names):
+        # In the right section more may be wrong.
+        for among, least in ((inside, min(cutoff, 0.6) if section else cutoff), (names, cutoff)):
             leaves = {leaf_of(known): known for known in reversed(among)}
-            near = near or leaves.get(nearest(leaf, leaves, cutoff) or "")
+            near = near or leaves.get(nearest(leaf, leaves, least) or "")
+        theirs = None if near else nearest(key, aliases().all_names, 0.85)
+        if theirs:
+            return f"did you mean {theirs}: {aliases().remedy(theirs, dashes)}"
     if not near:
         return "no key comes near it, leave it out"
     retired = f" (which is retired: {RETIRED[near]})" if near in RETIRED else ""

@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 
+from mindgrpo.config.adapters import TAKEN
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import (
     KNOWN,
@@ -47,12 +48,13 @@ python -m mindgrpo config --other_trainers > docs/from_other_trainers.md
 ```
 
 Another trainer's name in a configuration or on the command line is an error that names the key to use.
-`python -m mindgrpo config --explain NAME` explains the key. A run converts no value: a value can have another unit
-(samples instead of prompts, a ratio instead of a rate), so read the key's description in
+`python -m mindgrpo config --explain NAME` explains the key. A run converts no value of a file or a command line: a
+value can have another unit (samples instead of prompts, a ratio instead of a rate), so read the key's description in
 [configuration.md](configuration.md).
 
 Settings with values are translated as a whole. `--explain` prints the YAML that they mean here, and as comments
-whatever has no key or another meaning. It reads `name=value` words, and scripts or YAML files with them:
+whatever has no key, no effect, or another meaning. It reads `name=value` words, and files: a shell script with the
+variables that it sets, a Python program with calls of `GRPOConfig`, `LoraConfig` and `GRPOTrainer`, and YAML:
 
 ```bash
 python -m mindgrpo config --explain data.train_batch_size=64 actor_rollout_ref.actor.ppo_mini_batch_size=16
@@ -64,14 +66,18 @@ rl_config:
   updates_per_rollout: 4  # actor_rollout_ref.actor.ppo_mini_batch_size
 ```
 
-`config --explain run_grpo.sh > my.yaml` begins a configuration with a script of verl's. Keys that it leaves out have
-the defaults of this project.
+`config --explain run_grpo.sh > my.yaml` begins a configuration with a script of verl's, and `config --explain train.py
+num_processes=8 > my.yaml` with a program of TRL's that `accelerate` starts 8 times. Keys that they leave out have the
+defaults of this project.
 
 - **MindRLHF**: `same` means that the key has the same path. MindRLHF configurations load unchanged; keys that have no
   effect here are listed at startup ([configuration.md](configuration.md), "Retired keys").
 - **TRL**: fields of `GRPOConfig` (with `TrainingArguments`), `ScriptArguments` and `ModelConfig`, and arguments of
-  `GRPOTrainer`. `mindgrpo.GRPOConfig` takes the fields whose values mean the same here, and refuses the others with
-  the key to use. Fields that are left out have the defaults of this project.
+  `GRPOTrainer`. `mindgrpo.GRPOConfig` takes the same fields and decides on them as `--explain` does: values are taken
+  or converted, those without effect are listed at startup, and all others are refused with the key to use. A device of
+  TRL's is a rank here: `per_device_train_batch_size=8, gradient_accumulation_steps=4, num_generations=8` is
+  `prompts_per_step: 4` on one rank. Fields that are left out have the defaults of this project. `args=GRPOConfig(...)`
+  and `config={...}`, a mapping of the configuration's sections, may be given together; `args` wins.
 - **others**: OpenRLHF, slime, MindSpeed-RL, Megatron, NeMo-RL and older releases.
 """
 TRAINERS = {"mindrlhf": "MindRLHF", "verl": "verl", "trl": "TRL", "others": "others"}
@@ -215,11 +221,33 @@ def _their_names() -> Iterator[str]:
 
 
 def _without_a_key() -> Iterator[str]:
-    yield from ("", "## Settings without a key here")
-    yield from _table("name", "why, and what instead", aliases().absent.items())
+    table = aliases()
+    yield from ("", "## Settings without a key here", "")
+    yield "`.*` stands for all names of a section. Values in brackets change nothing here; others do not exist."
+    rows = [
+        (name, why + _values_of(table.harmless.get(name, ())))
+        for name, why in table.absent.items()
+        if name not in table.ignored
+    ]
+    yield from _table("name", "what instead", rows)
+    yield from ("", "## Settings without an effect here", "")
+    ignored = [(name, why) for name, why in table.absent.items() if name in table.ignored]
+    yield from _table("name", "why", ignored)
     yield from ("", "## Values that differ", "")
     yield "What the value of a name means for the key that takes its place."
-    yield from _table("name", "difference", aliases().differences.items())
+    yield from _table("name", "difference", table.differences.items())
+    yield from ("", "## Fields of PEFT's LoraConfig", "")
+    yield (
+        f"`peft_config` takes {', '.join(TAKEN)}. Of other fields the values in brackets change nothing here, and "
+        "others are refused."
+    )
+    fields = [(name, _values_of(values).strip()) for name, values in table.peft["refused"].items()]
+    whys = [(name, group["why"]) for group in table.peft["ignored"] for name in group["names"]]
+    yield from _table("field", "values", [*fields, *whys])
     yield from ("", "## Sections", "")
     yield "Where the settings of another trainer's section are in this project's configuration."
-    yield from _table("section", "here", aliases().sections.items())
+    yield from _table("section", "here", table.sections.items())
+
+
+def _values_of(values: Iterable[object]) -> str:
+    return f" ({', '.join(map(written, [None, *values]))})"

@@ -346,7 +346,14 @@ def scorer_of(
     functions: Sequence[Reward] = rewards.verifier_function
     weights: Sequence[float] | None = config.verifier_weights
     if reward_functions is not None:
-        functions, weights = reward_functions, reward_weights
+        # Weights beside functions of the configuration are about those.
+        own = None if functions else rewards.verifier_weight
+        if own is not None and reward_weights is not None and list(reward_weights) != own:
+            raise UserError(
+                f"reward_weights is {list(reward_weights)} and reward_config.verifier_weight is {own}; leave one of "
+                "them out."
+            )
+        functions, weights = reward_functions, own if reward_weights is None else reward_weights
     has_environment = config.rl_config.environment is not None
     may_be_empty = config.may_lack_functions
     if not functions and not may_be_empty:

@@ -12,13 +12,16 @@ from typing import Any
 
 from mindgrpo.backend.kernels.native.library import cache_directory, make_cache_directory
 from mindgrpo.config import Config, Loaded, config_with
+from mindgrpo.config.foreign import with_row_length
+from mindgrpo.config.load import entries_of
 from mindgrpo.config.names import suggestion
 from mindgrpo.data.row_files import plain_row
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import reference_to
-from mindgrpo.run.trl_config import adapters_of, values_of
+from mindgrpo.run.trl_config import adapters_of, settings_of
 
+WEIGHTS = "reward_config.verifier_weight"
 Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
 
 
@@ -37,20 +40,22 @@ def with_arguments(
     environment: str | Sequence[str] | Callable[..., Any] | None = None,
     args: object = None,
     peft_config: object = None,
+    has_rewards: bool = False,
 ) -> Config | Loaded:
     """Returns the configuration with a model and data sets of its own, for GRPO or not. Raises UserError.
 
     A data set is a path, or rows (of one split, or by split), which are written to a file of the user's cache that is
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
     None has the defaults. `environment` is as its key has it, or a class or function that a module holds. `args` is a
-    GRPOConfig, and `peft_config` as `adapters_of` takes it.
+    GRPOConfig, whose values win over those of `config`, and `peft_config` as `adapters_of` takes it. Reward functions
+    that are given beside it take the place of `config`'s (`has_rewards`), to which `args` may have their weights.
     """
     if config is not None and not isinstance(config, Config | Loaded | Mapping):
         raise UserError(
             f"config is {config!r:.60}, but must be a configuration or a mapping of its sections; write "
             "config=load_config(FILE), or model=DIRECTORY for a model."
         )
-    values: dict[str, object] = {} if args is None else values_of(args)
+    values, notices = ({}, []) if args is None else _of_args(args, config, has_rewards)
     if peft_config is not None:
         values |= adapters_of(peft_config)
     if model is not None:
@@ -74,9 +79,26 @@ def with_arguments(
             "config was loaded for supervised training (is_supervised=True), which leaves out what GRPO reads; load it "
             "without, or give it to SFTTrainer."
         )
-    if isinstance(config, Config | Loaded) and not values and has_form == is_supervised:
+    if (
+        isinstance(config, Config | Loaded)
+        and not (values or notices)
+        and has_form == is_supervised
+    ):
         return config
-    return config_with(config, values, is_supervised)
+    loaded = config_with(config, values, is_supervised)
+    return replace(loaded, notices=[*loaded.notices, *notices])
+
+
+def _of_args(
+    args: object, config: Config | Loaded | Mapping[str, Any] | None, has_rewards: bool
+) -> tuple[dict[str, object], list[str]]:
+    """Returns the values of a GRPOConfig by key, with the length of rows that they need, and its notices."""
+    settings = settings_of(args)
+    of_config = {key: entry.value for key, entry in entries_of(config).items()}
+    values = settings.values | with_row_length(settings.values, of_config)
+    if has_rewards and WEIGHTS in values:
+        values["reward_config.verifier_function"] = []
+    return values, settings.notices
 
 
 def _named(environment: str | Sequence[str] | Callable[..., Any]) -> list[str]:
