@@ -110,8 +110,9 @@ def unpacked(row: Row, where: str) -> Example:
     remedy = columns.pop(UNANSWERED, "")
     unanswered = f"{AGAIN} and {remedy}" if remedy else ""
     is_conversation = isinstance(asked, list)
+    messages = messages_of(asked, where)
     return Example(
-        messages_of(asked, where), row["answer"], columns, where, unanswered, is_conversation
+        messages, row["answer"], columns, where, unanswered, is_conversation=is_conversation
     )
 
 
