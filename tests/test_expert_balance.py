@@ -20,6 +20,7 @@ from test_update import SETTINGS, batch
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
+from mindgrpo.backend.contract import AloneGroup, Group
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import NUM_PARTS, Dtype
 from mindgrpo.config import load_config
@@ -165,6 +166,9 @@ class FirstStage(CpuBackend):
 
     def link(self, peer: int, shape: Sequence[int]) -> Any:
         return None
+
+    def _make_group(self, ranks: tuple[int, ...]) -> Group:
+        return AloneGroup(self.rank)
 
 
 def test_a_stage_of_dense_layers_has_no_bias_to_move() -> None:

@@ -29,7 +29,7 @@ from mindgrpo.models.rotary import rotary_table
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Box, Layout
 from mindgrpo.plan.fit import verdict
-from mindgrpo.plan.role_layouts import check_experts
+from mindgrpo.plan.role_layouts import check_experts, check_mode
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.weights.local_weights import arrange
 
@@ -208,6 +208,43 @@ def fields_of(family: str) -> dict[str, Any]:
 
 def read(family: str, **raw: Any) -> DecoderConfig:
     return decoder_config({"model_type": family, **fields_of(family), **raw}, "here")
+
+
+PARALLEL = "actor_config.parallel_config"
+
+
+@each_row(
+    ("family", "keys", "told"),
+    [
+        ("qwen2", {}, None),
+        ("qwen3_moe", {}, None),
+        ("olmo2", {}, "models of type olmo2"),
+        ("deepseek_v3", {}, "models of type deepseek_v3"),
+        ("qwen2", {f"{PARALLEL}.context_parallel": 2}, f"{PARALLEL}.context_parallel 2"),
+        (
+            "qwen2",
+            {f"{PARALLEL}.model_parallel": 2, f"{PARALLEL}.use_seq_parallel": "true"},
+            f"{PARALLEL}.use_seq_parallel true",
+        ),
+        (
+            "qwen3_moe",
+            {"rl_config.router_aux_loss_coef": 0.01},
+            "rl_config.router_aux_loss_coef 0.01",
+        ),
+    ],
+)
+def test_what_would_be_trained_wrongly_without_compiled_graphs_is_refused(
+    family: str, keys: dict[str, Any], told: str | None
+) -> None:
+    model = read(family, max_position_embeddings=4096)
+    for mode in (0, 1):
+        words = [f"--{key}={value}" for key, value in {**keys, "context.mode": mode}.items()]
+        config = load_config(EXAMPLE, words).config
+        if told is None or mode == 0:
+            check_mode(config, model)
+            continue
+        with pytest.raises(UserError, match=f"gets gradients wrong with {told}; set context.mode"):
+            check_mode(config, model)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,31 @@ def check_routing(config: Config, model: DecoderConfig) -> None:
         )
 
 
+def check_mode(config: Config, model: DecoderConfig) -> None:
+    """Raises UserError for what is trained wrongly without compiled graphs.
+
+    There MindSpore 2.9 and 2.10 get the gradient of a split wrong where one of its parts is concatenated as it is, and
+    that of a parameter which a cell with a bprop takes.
+    """
+    if config.context.mode == 0:
+        return
+    parallel, rl = config.actor_config.parallel_config, config.rl_config
+    split = "actor_config.parallel_config"
+    wrong = {
+        f"models of type {model.model_type}": model.family.qk_norm == "projection"
+        or model.latent is not None,
+        f"{split}.context_parallel {parallel.context_parallel}": parallel.context_parallel > 1,
+        f"{split}.use_seq_parallel true": parallel.splits_tokens,
+        f"rl_config.router_aux_loss_coef {rl.router_aux_loss_coef:g}": rl.router_aux_loss_coef > 0,
+    }
+    for what, is_asked in wrong.items():
+        if is_asked:
+            raise UserError(
+                f"context.mode is 1, but without compiled graphs MindSpore gets gradients wrong with {what}; set "
+                "context.mode to 0."
+            )
+
+
 def check_positions(config: Config, model: DecoderConfig) -> None:
     generate = config.generate_config
     longest = generate.max_prompt_length + generate.sampling_config.max_tokens

@@ -40,6 +40,7 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.plan.role_layouts import (
+    check_mode,
     check_positions,
     check_routing,
     fits,
@@ -410,6 +411,7 @@ def plan_run(
         check_positions(config, own)
     # These refuse what the run cannot have.
     check_routing(config, model)
+    check_mode(config, model)
     plain_kernels(config)
     is_batch_invariant(config, model)
     group = config.rl_config.num_generations
