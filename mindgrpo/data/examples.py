@@ -158,7 +158,9 @@ class RowForm:
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
         unanswered = f"{remedy(lacking, row)} ({where} has {', '.join(row)})" if lacking else ""
-        return Example(messages, answer, columns, where, unanswered, is_conversation)
+        return Example(
+            messages, answer, columns, where, unanswered, is_conversation=is_conversation
+        )
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""
