@@ -109,11 +109,9 @@ def unpacked(row: Row, where: str) -> Example:
     asked = loaded(row["messages"], where) if row["messages"] else row["question"]
     remedy = columns.pop(UNANSWERED, "")
     unanswered = f"{AGAIN} and {remedy}" if remedy else ""
-    is_conversation = isinstance(asked, list)
-    messages = messages_of(asked, where)
-    return Example(
-        messages, row["answer"], columns, where, unanswered, is_conversation=is_conversation
-    )
+    messages, answer = messages_of(asked, where), row["answer"]
+    is_list = isinstance(asked, list)
+    return Example(messages, answer, columns, where, unanswered, is_conversation=is_list)
 
 
 def loaded(text: str, where: str) -> Any:

@@ -162,7 +162,7 @@ class EnvironmentForm:
         turn = {"role": "assistant", "content": completion, **reply.turn}
         answered = () if reply.is_last else reply.messages
         shown = self.form.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        return Trial(shown, len(ids), (turn, *answered), begun)
+        return Trial(shown, len(ids), (turn, *answered), opening=begun)
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:
