@@ -311,7 +311,7 @@ def test_a_folder_of_an_earlier_run_is_told_with_the_flag_that_resumes_it(
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     sentence = refused("--output_dir", str(tmp_path))
-    assert "name another directory" in sentence and "resume" not in sentence
+    assert "name another output_dir" in sentence and "resume" not in sentence
     (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
     sentence = refused("--output_dir", str(tmp_path))
     assert "resume it from step 3 with --resume_training true" in sentence
