@@ -43,6 +43,7 @@ from mindgrpo.rollout.environment import Trial, environment_weight
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.turns import Turns, make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
+from mindgrpo.run.named_sources import EVALUATED, with_local_paths, with_paths_of_ranks
 from mindgrpo.run.preflight import (
     dry_run_rewards,
     engine_notes,
@@ -154,7 +155,7 @@ def check(argv: Sequence[str], world_size: int) -> None:
     line, loaded = load(argv)
     check_hosts(loaded.config.context.target, os.environ, world_size)
     with naming(line.flags):
-        inputs = read_inputs(loaded.config, world_size)
+        inputs = read_inputs(with_local_paths(loaded, EVALUATED).config, world_size)
     try:
         inputs.check_rewards()
     finally:
@@ -170,12 +171,15 @@ def main(argv: Sequence[str]) -> None:
         connect(context.target, dict(os.environ))
         return
     line, loaded = load(argv)
-    config = loaded.config
-    backend = connect(config.context.target, dict(os.environ), runtime_settings(config))
+    backend = connect(
+        loaded.config.context.target, dict(os.environ), runtime_settings(loaded.config)
+    )
     with naming(line.flags):
+        loaded = with_paths_of_ranks(loaded, backend, EVALUATED)
+        config = loaded.config
         outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
-        metrics = report(config, line.step, backend, inputs, outcomes)
+        metrics = report(loaded, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
         for path in filter(None, (line.output, line.completions)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +234,7 @@ def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> Rollo
 
 
 def report(
-    config: Config,
+    loaded: Loaded,
     step: int,
     backend: Backend,
     inputs: EvaluationInputs,
@@ -238,10 +242,10 @@ def report(
 ) -> dict[str, Any]:
     """Returns what --output gets. `eval` has the first mode's means, as a run's summary does, `figures` all metrics."""
     return {
-        "model": config.actor_config.load,
-        "data": config.rl_config.eval_dataset_file,
+        "model": loaded.recorded["actor_config.load"],
+        "data": loaded.recorded["rl_config.eval_dataset_file"],
         "prompts": inputs.num_prompts,
-        "seed": config.rl_config.seed,
+        "seed": loaded.config.rl_config.seed,
         "step": step,
         "ranks": backend.world_size,
         "layout": str(inputs.layout.mesh),

@@ -20,12 +20,14 @@ from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mindgrpo.checkpoint.load import checkpoint_files
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
+from mindgrpo.data.hub_names import local_copy
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora import adapter_names, add_product, factor_box
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.run.model_export import experts_of, write_companions
+from mindgrpo.run.named_sources import fetch_local
 from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import (
@@ -111,7 +113,7 @@ def _open_checkpoint(source: Path, model: Path | None) -> tuple[ModelFiles, Path
     assert start is not None
     folder, manifest = start.candidates[0].folder, start.candidates[0].manifest
     base: Any = manifest.identity.config.get("actor_config.load")
-    beside = model or Path(str(base))
+    beside = model or local_copy(str(base), "model")
     if not (beside / "config.json").is_file():
         raise UserError(
             f"The run of {folder} began with the model '{beside}', which is not there now; name it with --model DIR."
@@ -177,6 +179,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--model", type=path_of)
     flags = parser.parse_args(list(argv))
     shards = flags.max_shard_bytes
-    source = best_checkpoint(flags.source) if flags.best else flags.source
-    for file in convert(source, flags.output, flags.dtype, shards, flags.format, flags.model):
+    source = fetch_local(str(flags.source), "model", "--from")
+    source = best_checkpoint(source) if flags.best else source
+    model = flags.model and fetch_local(str(flags.model), "model", "--model")
+    for file in convert(source, flags.output, flags.dtype, shards, flags.format, model):
         print(file)

@@ -29,7 +29,7 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
     computes_in: str = backend.compute_dtype
     if computes_in == "float32":
         computes_in = f"matmul precision {backend.matmul_precision}"
-    name = loaded.config.rl_config.model_name or config.actor_config.load
+    name = config.rl_config.model_name or loaded.recorded["actor_config.load"]
     described = [f"{name}: {model.model_type}, {num_parameters(model) / 1e6:.2f} M parameters"]
     if lora is not None:
         on = ", ".join(lora.targets)

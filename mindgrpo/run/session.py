@@ -23,6 +23,7 @@ from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.checkpoints import RunCheckpoints, restore, unsaved_digests
 from mindgrpo.run.host_limits import refuse_small_disk
+from mindgrpo.run.named_sources import with_paths_of_ranks
 from mindgrpo.run.preflight import Inputs
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import check_same_start, find_start, identity_of
@@ -34,7 +35,7 @@ from mindgrpo.run.watch import Watch
 class OpenRun:
     """Holds what a run of `num_steps` steps has before its weights are read; `start` is None unless it resumes one."""
 
-    config: Config
+    loaded: Loaded
     backend: Backend
     inputs: Inputs
     prompts: PromptSource
@@ -43,6 +44,10 @@ class OpenRun:
     watch: Watch
     stopping: Stopping
     num_steps: int
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
 
     @property
     def plan(self) -> RunPlan:
@@ -61,22 +66,22 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     """Opens a run on all ranks together and shows the banner. Raises UserError, on all ranks alike."""
     launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
     loaded = config if isinstance(config, Loaded) else config_with(config, {})
-    config = loaded.config
-    context, rl = config.context, config.rl_config
-    settings = runtime_settings(config)
-    backend = connect(context.target, dict(os.environ), settings)
-    check_same_start(config, backend)
+    settings = runtime_settings(loaded.config)
+    backend = connect(loaded.config.context.target, dict(os.environ), settings)
+    check_same_start(loaded.config, backend)
+    loaded = with_paths_of_ranks(loaded, backend, name=name)
+    config, rl = loaded.config, loaded.config.rl_config
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
     inputs = prepare(config, backend.world_size, ranks, backend.rank == 0)
     prompts = PromptSource(inputs.prompts, rl.seed, inputs.plan.batch.prompts_per_step)
-    start = on_first_rank(backend, lambda: find_start(config, inputs, name))
+    start = on_first_rank(backend, lambda: find_start(loaded, inputs, name))
     on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
     record = RunRecord(loaded, name, backend, launched, start)
     stopping = Stopping(backend, launched, rl.max_seconds)
     watch = Watch(config, backend, record, stopping)
     num_steps = inputs.plan.num_steps(len(inputs.prompts))
-    run = OpenRun(config, backend, inputs, prompts, start, record, watch, stopping, num_steps)
+    run = OpenRun(loaded, backend, inputs, prompts, start, record, watch, stopping, num_steps)
     notes = [*inputs.notes, *schedule_notes(config, run.num_updates), *backend.unmet, *watch.notes]
     record.banner(inputs, [*notes, *(start.notes if start else [])])
     return run
@@ -93,9 +98,9 @@ class Session:
         self.num_steps = run.num_steps
         self._record, self._prompts = record, prompts = run.record, run.prompts
         config, inputs, start = run.config, run.inputs, run.start
-        identity = identity_of(config, inputs)
+        identity = identity_of(run.loaded, inputs)
         if config.rl_config.saves_checkpoints:
-            identity = identity_of(config, inputs, unsaved_digests(config, roles))
+            identity = identity_of(run.loaded, inputs, unsaved_digests(config, roles))
         chosen = state = None
         self.done = 0
         self.open_row: dict[str, Any] | None = None
