@@ -331,6 +331,18 @@ def test_repositories_that_ask_for_consent_or_a_token_are_told_as_such(hub: Hub)
     assert model().is_dir()
 
 
+def test_what_no_repository_can_be_called_is_told_as_such(hub: Hub) -> None:
+    for text in ("a/b..c", "a/b.git", "a/" + "b" * 99):
+        assert "there is no such path here and it is no name on a hub" in refused(text)
+    assert not hub.requests
+
+
+def test_a_cache_that_cannot_be_written_is_told(hub: Hub, cache: Path) -> None:
+    cache.mkdir()
+    (cache / "mindgrpo").write_text("a file")
+    assert f"{cache}/mindgrpo" in refused() and "cannot be written" in refused()
+
+
 def test_rows_that_the_hub_has_converted_to_parquet_are_read_from_there(hub: Hub) -> None:
     hub.put("datasets", "org/old", {"old.py": b"a script", "README.md": b"# Old"})
     converted = {"main/train/0000.parquet": parquet("x"), "main/test/0000.parquet": parquet("y")}
@@ -417,6 +429,9 @@ def test_a_model_of_modelscope_is_pinned_to_the_commit_of_its_newest_file(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == MODEL
     monkeypatch.setattr(OfModelScope, "is_there", False)
     assert hub_download.fetch_one(wanted) == name, "without network it is what was downloaded"
+    shutil.rmtree(settings.cache_dir / "models" / "org--tiny" / "snapshots")
+    with pytest.raises(UserError, match="but the cache does not have all of it"):
+        hub_download.fetch_one(wanted)
     other = Wanted(MODEL_KEY, "modelscope:org/none", "model")
     with pytest.raises(UserError, match="'modelscope download --model org/none --local_dir none'"):
         hub_download.fetch_one(other)

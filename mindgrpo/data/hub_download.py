@@ -54,6 +54,11 @@ def fetch(wanted: Sequence[Mapping[str, Any]], answer: str) -> None:
             pinned.append(str(fetch_one(Wanted(one["key"], one["text"], one["content"], choice))))
     except UserError as error:
         outcome = {"error": str(error)}
+    except Exception as error:  # a folder that cannot be written, a library that is broken
+        last = wanted[len(pinned)]
+        outcome = {
+            "error": f"{last['key']} is {last['text']}, which cannot be fetched: {first_line(error)}"
+        }
     except KeyboardInterrupt:
         os._exit(130)  # who waits for this process was interrupted, too
     Path(answer).write_text(json.dumps(outcome), encoding="utf-8")
@@ -103,7 +108,7 @@ def _converted(wanted: Wanted, repository: Repository) -> Wanted:
 def _chosen(wanted: Wanted, repository: Repository) -> dict[str, str]:
     """Returns the files of the repository that are read, by their name in the folder. Raises UserError."""
     first = matching(repository.files, FIRST_FILES[wanted.content])
-    _download(wanted, repository, first)
+    _download(wanted, repository, first, says=False)
     if wanted.content == "data":
         card = repository.path_of(CARD)
         text = card.read_text("utf-8", "replace") if card is not None else ""
@@ -125,8 +130,10 @@ def _chosen(wanted: Wanted, repository: Repository) -> dict[str, str]:
     return {file: file for file in dict.fromkeys(files)}
 
 
-def _download(wanted: Wanted, repository: Repository, files: Sequence[str]) -> None:
-    """Downloads what the cache lacks. Raises UserError."""
+def _download(
+    wanted: Wanted, repository: Repository, files: Sequence[str], says: bool = True
+) -> None:
+    """Downloads what the cache lacks, and `says` so. Raises UserError."""
     missing = [file for file in files if repository.path_of(file) is None]
     if not missing:
         return
@@ -140,12 +147,10 @@ def _download(wanted: Wanted, repository: Repository, files: Sequence[str]) -> N
         raise no_room(
             wanted, repository, f"takes {needed / GIGA:.3f} GB and {free / GIGA:.3f} GB are free"
         )
-    print(
-        f"mindgrpo: downloading {wanted.name.at(repository.commit[:12])} ({needed / GIGA:.3f} GB) to "
-        f"{repository.cache}",
-        file=sys.stderr,
-        flush=True,
-    )
+    if says:
+        name, size = wanted.name.at(repository.commit[:12]), f"{needed / GIGA:.3f} GB"
+        line = f"mindgrpo: downloading {name} ({size}) to {repository.cache}"
+        print(line, file=sys.stderr, flush=True)
     with _refused(wanted, repository):
         repository.download(missing)
     if lost := [file for file in missing if repository.path_of(file) is None]:

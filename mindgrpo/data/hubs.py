@@ -79,7 +79,7 @@ class Repository(ABC):
 class HuggingFace(Repository):
     def __init__(self, wanted: Wanted, revision: str | None) -> None:
         from huggingface_hub import HfApi, constants
-        from huggingface_hub.errors import RevisionNotFoundError
+        from huggingface_hub.errors import HFValidationError, RevisionNotFoundError
 
         self._wanted, self._name = wanted, wanted.name.name
         self._kind = "dataset" if wanted.content == "data" else "model"
@@ -93,6 +93,11 @@ class HuggingFace(Repository):
                 files_metadata=True,
                 timeout=constants.HF_HUB_ETAG_TIMEOUT,
             )
+        except HFValidationError as error:
+            raise UserError(
+                f"{wanted.key} is {wanted.text}, but there is no such path here and it is no name on a hub "
+                f"({first_line(error)}); correct it"
+            ) from None
         except RevisionNotFoundError:
             raise UserError(
                 f"{wanted.key} is {wanted.text}, but {self._name} has no revision {self._revision} on "
@@ -216,7 +221,7 @@ class ModelScope(Repository):
                 if is_set
                 else f"{settings.endpoint} does not answer ({first_line(error)})"
             )
-            self._read_cache(revision)
+            self._read_cache(asked)
             return
         self._listed = [one for one in listed if one.get("Type") != "tree"]
         self.files = {
@@ -224,6 +229,9 @@ class ModelScope(Repository):
             for one in self._listed
         }
         self.commit = asked if wanted.name.is_pinned else self._newest_commit(asked)
+        with suppress(OSError):
+            self._noted(asked).parent.mkdir(parents=True, exist_ok=True)
+            self._noted(asked).write_text(self.commit, "utf-8")
 
     def _newest_commit(self, asked: str) -> str:
         """Returns the commit of the file that was changed last, at which all files are as they are listed."""
@@ -238,18 +246,21 @@ class ModelScope(Repository):
             )
         return commit
 
-    def _read_cache(self, revision: str | None) -> None:
-        """Takes the only commit of which an earlier download was completed. Raises UserError where there is none."""
+    def _read_cache(self, asked: str) -> None:
+        """Takes what an earlier download completed. Raises UserError where none did."""
         wanted, self.files, self.is_listed = self._wanted, {}, False
-        commits = [
-            folder.name
-            for folder in self._snapshots.glob(revision or "*")
-            if (name := wanted.name.at(folder.name)).is_pinned
-            and is_complete(copy_of(name, wanted.content, wanted.splits))
-        ]
-        if len(commits) != 1:
-            raise absent(wanted, self, f"the cache has {len(commits)} revisions of it")
-        self.commit = commits[0]
+        self.commit = asked
+        if not wanted.name.is_pinned:
+            try:
+                self.commit = self._noted(asked).read_text("utf-8")
+            except OSError:
+                raise absent(wanted, self, "it is not in the cache") from None
+        if not is_complete(copy_of(wanted.name.at(self.commit), wanted.content, wanted.splits)):
+            raise absent(wanted, self, "the cache does not have all of it")
+
+    def _noted(self, asked: str) -> Path:
+        """Returns the file that notes which commit a branch was at last; the library itself keeps none."""
+        return self._snapshots.with_name("refs") / asked.replace("/", "--")
 
     def path_of(self, file: str) -> Path | None:
         path = self._snapshots / self.commit / file
