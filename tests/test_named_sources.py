@@ -120,17 +120,19 @@ def test_a_run_by_names_from_an_empty_cache_and_again_without_network(
 def test_a_trainer_in_trls_form_takes_names(hub: Hub, tmp_path: Path) -> None:
     from mindgrpo import GRPOTrainer
 
+    keys = [*FEW_STEPS, "--rl_config.eval_steps=0", f"--output_dir={tmp_path / 'run'}"]
     trainer = GRPOTrainer(
-        config=load_config(tmp_path / "small.yaml", [*FEW_STEPS, "--rl_config.eval_steps=0"]),
+        config=load_config(tmp_path / "small.yaml", keys),
         model="org/tiny",
         train_dataset="org/sums:main",
-        reward_funcs=small_runs.spread,
-        name=str(tmp_path / "run"),
+        reward_functions=[small_runs.spread],
     )
     name = hub_name(str(trainer.run.loaded.recorded["actor_config.load"]))
     assert name is not None and name.is_pinned and name.name == "org/tiny"
     assert len(trainer.run.inputs.prompts) == small_runs.NUM_ROWS
-    trainer.run.backend.close()
+    trainer.train()
+    resolved = yaml.safe_load((tmp_path / "run" / "config_resolved.yaml").read_text())
+    assert resolved["actor_config"]["load"] == str(name)
 
 
 Says = Callable[..., str]
