@@ -26,14 +26,13 @@ import pytest
 from hub_server import Hub, checksum_of, serving
 from tables import each_row
 
-import mindgrpo.run.named_sources as named_sources
-from mindgrpo.config import config_with
+from mindgrpo.config import config_with, values_by_key
 from mindgrpo.data import hub_download
-from mindgrpo.data.hub_names import hub_name
+from mindgrpo.data.hub_names import hub_name, name_of_copy
 from mindgrpo.data.hubs import Wanted
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, open_examples
 from mindgrpo.errors import UserError
-from mindgrpo.run.named_sources import fetch_local, with_local_paths
+from mindgrpo.run.named_sources import fetch, fetch_local, with_local_paths, with_names
 
 MODEL_KEY, DATA_KEY = "actor_config.load", "rl_config.dataset_file"
 WEIGHTS = bytes(range(256)) * 400
@@ -159,27 +158,27 @@ def test_every_key_that_names_files_becomes_a_path_and_is_recorded_as_a_pinned_n
     }
     loaded = config_with(None, values)
     fetched = with_local_paths(loaded)
-    assert fetched.pinned.keys() == values.keys()
+    recorded = values_by_key(with_names(fetched.config))
     for key, text in values.items():
-        name = hub_name(fetched.pinned[key])
+        name = hub_name(str(recorded[key]))
         assert name is not None and name.is_pinned and str(name.without_revision()) == text
-        assert Path(str(named_sources.values_by_key(fetched.config)[key])).is_dir()
-        assert fetched.recorded[key] == str(name)
+        assert Path(str(values_by_key(fetched.config)[key])).is_dir()
     # What is recorded leads to the same paths, without a request.
     hub.requests.clear()
-    again = with_local_paths(config_with(None, {**fetched.pinned}))
+    again = with_local_paths(config_with(None, {key: recorded[key] for key in values}))
     assert again.config == fetched.config and not hub.requests
 
 
 def test_a_resumed_run_reads_the_commit_that_its_first_start_read(hub: Hub) -> None:
     loaded = config_with(None, {"actor_config.load": "org/tiny"})
     first = with_local_paths(loaded)
+    earlier = values_by_key(with_names(first.config))
     hub.put("models", "org/tiny", MODEL | {"model.safetensors": WEIGHTS[1:]})
-    assert with_local_paths(loaded, earlier=first.recorded).config == first.config
+    assert with_local_paths(loaded, earlier=earlier).config == first.config
     assert with_local_paths(loaded).config != first.config
     # A revision that the user names is that one.
     named = config_with(None, {"actor_config.load": "org/tiny@main"})
-    assert with_local_paths(named, earlier=first.recorded).config != first.config
+    assert with_local_paths(named, earlier=earlier).config != first.config
 
 
 def test_what_no_run_reads_is_not_fetched(hub: Hub) -> None:
@@ -348,12 +347,11 @@ def test_rows_that_the_hub_has_converted_to_parquet_are_read_from_there(hub: Hub
     converted = {"main/train/0000.parquet": parquet("x"), "main/test/0000.parquet": parquet("y")}
     hub.put("datasets", "org/old", converted, "refs/convert/parquet")
     wanted = Wanted(DATA_KEY, "org/old", "data", FOR_TRAINING)
-    (folder, pinned), (again, _) = (
-        named_sources.fetch([wanted])[0],
-        named_sources.fetch([wanted])[0],
-    )
+    [folder], [again] = fetch([wanted]), fetch([wanted])
     assert questions(folder) == ["x"] and folder == again
-    assert pinned.startswith("org/old:main@"), "the configuration is part of what is recorded"
+    assert str(name_of_copy(folder)).startswith("org/old:main@"), (
+        "the configuration is part of what is recorded"
+    )
     beginning = {"main/partial-train/0000.parquet": parquet("x")}
     hub.put("datasets", "org/large", {"rows.zip": b"zip"})
     hub.put("datasets", "org/large", beginning, "refs/convert/parquet")
@@ -425,7 +423,7 @@ def test_a_model_of_modelscope_is_pinned_to_the_commit_of_its_newest_file(
     monkeypatch.setitem(sys.modules, "modelscope_hub.errors", errors)
     name = hub_download.fetch_one(wanted)
     assert str(name) == f"modelscope:org/tiny@{OfModelScope.commits[1]}"
-    [(folder, _)] = named_sources.fetch([Wanted(MODEL_KEY, str(name), "model")])
+    [folder] = fetch([Wanted(MODEL_KEY, str(name), "model")])
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == MODEL
     monkeypatch.setattr(OfModelScope, "is_there", False)
     assert hub_download.fetch_one(wanted) == name, "without network it is what was downloaded"

@@ -20,9 +20,9 @@ from hub_server import Hub, files_in, serving
 
 from mindgrpo.backend.kernels.native.library import cache_directory
 from mindgrpo.cli.verbs import main
-from mindgrpo.config import load_config
+from mindgrpo.config import load_config, values_by_key
 from mindgrpo.data.hub_names import hub_name
-from mindgrpo.run.named_sources import values_to_resume, with_local_paths
+from mindgrpo.run.named_sources import values_to_resume, with_local_paths, with_names
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD = b"---\nconfigs:\n- config_name: main\n  data_files: [{split: train, path: sums/*}]\n---\n"
@@ -114,7 +114,8 @@ def test_a_run_by_names_from_an_empty_cache_and_again_without_network(
     again = ["--rl_config.resume_training=true", f"--output_dir={first}"]
     loaded = load_config(tmp_path / "small.yaml", [*words(tmp_path), *again])
     fetched = with_local_paths(loaded, earlier=values_to_resume(loaded, "small"))
-    assert {key: fetched.recorded[key] for key in NAMES} == recorded
+    values = values_by_key(with_names(fetched.config))
+    assert {key: values[key] for key in NAMES} == recorded
 
 
 def test_a_trainer_in_trls_form_takes_names(hub: Hub, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_trainer_in_trls_form_takes_names(hub: Hub, tmp_path: Path) -> None:
         train_dataset="org/sums:main",
         reward_functions=[small_runs.spread],
     )
-    name = hub_name(str(trainer.run.loaded.recorded["actor_config.load"]))
+    name = hub_name(with_names(trainer.run.config).actor_config.load)
     assert name is not None and name.is_pinned and name.name == "org/tiny"
     assert len(trainer.run.inputs.prompts) == small_runs.NUM_ROWS
     trainer.train()

@@ -85,7 +85,7 @@ def _check(known: list[Loaded], files: Sequence[Path], world_size: int | None) -
     assert inputs.scorer is not None
     try:
         here = None if world_size is None else ranks_per_host(os.environ, world_size)
-        start = find_start(loaded, inputs, name)
+        start = find_start(loaded.config, inputs, name)
         refuse_what_cannot_run(inputs.plan, here, start)
         inputs.check_rewards()
         # Last: who checks before the run goes to another host learns of everything else first.

@@ -43,7 +43,12 @@ from mindgrpo.rollout.environment import Trial, environment_weight
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.turns import Turns, make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
-from mindgrpo.run.named_sources import EVALUATED, with_local_paths, with_paths_of_ranks
+from mindgrpo.run.named_sources import (
+    EVALUATED,
+    with_local_paths,
+    with_names,
+    with_paths_of_ranks,
+)
 from mindgrpo.run.preflight import (
     dry_run_rewards,
     engine_notes,
@@ -179,7 +184,7 @@ def main(argv: Sequence[str]) -> None:
         config = loaded.config
         outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
-        metrics = report(loaded, line.step, backend, inputs, outcomes)
+        metrics = report(config, line.step, backend, inputs, outcomes)
         print(table(outcomes), flush=True)
         for path in filter(None, (line.output, line.completions)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,18 +239,19 @@ def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> Rollo
 
 
 def report(
-    loaded: Loaded,
+    config: Config,
     step: int,
     backend: Backend,
     inputs: EvaluationInputs,
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
     """Returns what --output gets. `eval` has the first mode's means, as a run's summary does, `figures` all metrics."""
+    named = with_names(config)
     return {
-        "model": loaded.recorded["actor_config.load"],
-        "data": loaded.recorded["rl_config.eval_dataset_file"],
+        "model": named.actor_config.load,
+        "data": named.rl_config.eval_dataset_file,
         "prompts": inputs.num_prompts,
-        "seed": loaded.config.rl_config.seed,
+        "seed": config.rl_config.seed,
         "step": step,
         "ranks": backend.world_size,
         "layout": str(inputs.layout.mesh),

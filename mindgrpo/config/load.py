@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -41,21 +41,12 @@ _COMMA = re.compile(r",(?![^(\[{]*[)\]}])")
 
 @dataclass(frozen=True)
 class Loaded:
-    """`origins` has every live key: a file and line, the command line, or "default".
-
-    `pinned` has the names on a hub, with their commits, of keys whose values are now paths: a run records them.
-    """
+    """`origins` has every live key: a file and line, the command line, or "default"."""
 
     config: Config
     origins: dict[str, str]
     notices: list[str]
     is_supervised: bool = False
-    pinned: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def recorded(self) -> dict[str, object]:
-        """Returns every value by its key, as a run records them."""
-        return {**values_by_key(self.config), **self.pinned}
 
 
 def load_config(
@@ -154,7 +145,7 @@ def require_run_keys(
 
 def write_resolved(loaded: Loaded, path: str | Path) -> None:
     """Writes every live key with its value and, as a comment, where the value came from."""
-    lines = _resolved_lines(loaded.config, "", loaded)
+    lines = _resolved_lines(loaded.config, "", loaded.origins)
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -233,17 +224,15 @@ def _build(live: dict[str, Sourced]) -> Config:
     return config
 
 
-def _resolved_lines(section: Section, prefix: str, loaded: Loaded) -> Iterator[str]:
+def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
     indent = "  " * prefix.count(".")
-    for name, described in type(section).model_fields.items():
-        leaf = described.alias or name
-        value = loaded.pinned.get(prefix + leaf, getattr(section, name))
+    for name, field in type(section).model_fields.items():
+        leaf, value = field.alias or name, getattr(section, name)
         if isinstance(value, Section):
             yield f"{indent}{leaf}:"
-            yield from _resolved_lines(value, f"{prefix}{leaf}.", loaded)
+            yield from _resolved_lines(value, f"{prefix}{leaf}.", origins)
         else:
-            origin = loaded.origins.get(prefix + leaf, "default")
-            yield f"{indent}{leaf}: {as_yaml(value)}  # {origin}"
+            yield f"{indent}{leaf}: {as_yaml(value)}  # {origins.get(prefix + leaf, 'default')}"
 
 
 def as_yaml(value: object) -> str:

@@ -1,6 +1,6 @@
 """Makes local paths of the models and data sets that a configuration names on a hub, before anything reads them.
 
-All else sees paths alone. The names, with the commits that were read, are what a run records: `Loaded.pinned`.
+All else sees paths alone. The names, with the commits that were read, are what a run records (`with_names`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import find
 from mindgrpo.config import Config, Loaded, values_by_key
-from mindgrpo.data.hub_names import Content, copy_of, hub_name, is_complete
+from mindgrpo.data.hub_names import Content, copy_of, hub_name, is_complete, name_of_copy
 from mindgrpo.data.hubs import Wanted
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, SplitChoice
 from mindgrpo.errors import UserError
@@ -56,26 +56,22 @@ def wanted_by(config: Config, keys: Sequence[str] = ALL_KEYS, shapes: bool = Fal
     ]
 
 
-def fetch(wanted: Sequence[Wanted], shows_progress: bool = True) -> list[tuple[Path, str]]:
-    """Returns for each the folder that has its files, and its pinned name. Raises UserError.
+def fetch(wanted: Sequence[Wanted], shows_progress: bool = True) -> list[Path]:
+    """Returns for each the folder that has its files. Raises UserError.
 
     What is pinned and complete costs no process and no request.
     """
-    outcomes: dict[Wanted, tuple[Path, str]] = {}
-    for one in wanted:
-        if one.name.is_pinned and is_complete(folder := _folder(one, one.text)):
-            outcomes[one] = folder, one.text
     # The same for several keys is fetched once.
+    names = {(one.text, one.content, one.splits): one.text for one in wanted}
     left = {
-        (one.text, one.content, one.splits): one for one in reversed(wanted) if one not in outcomes
+        key: one
+        for one in reversed(wanted)
+        if not (one.name.is_pinned and is_complete(_folder(one, one.text)))
+        and (key := (one.text, one.content, one.splits))
     }
     if left:
-        names = dict(zip(left, _fetched(list(left.values()), shows_progress), strict=True))
-        for one in wanted:
-            if one not in outcomes:
-                pinned = names[one.text, one.content, one.splits]
-                outcomes[one] = _folder(one, pinned), pinned
-    return [outcomes[one] for one in wanted]
+        names |= zip(left, _fetched(list(left.values()), shows_progress), strict=True)
+    return [_folder(one, names[one.text, one.content, one.splits]) for one in wanted]
 
 
 def _folder(wanted: Wanted, pinned: str) -> Path:
@@ -119,7 +115,7 @@ def fetch_local(text: str, content: Content, key: str, split: SplitChoice | None
     """Returns a path: the one that `text` is, or the folder of what it names on a hub. Raises UserError."""
     if hub_name(text) is None:
         return Path(text)
-    return fetch([Wanted(key, text, content, split)])[0][0]
+    return fetch([Wanted(key, text, content, split)])[0]
 
 
 def with_local_paths(
@@ -137,11 +133,18 @@ def with_local_paths(
     wanted = [_as_before(one, earlier or {}) for one in wanted_by(loaded.config, keys, shapes)]
     if not wanted:
         return loaded
-    config, pinned = loaded.config, dict(loaded.pinned)
-    for one, (folder, name) in zip(wanted, fetch(wanted, shows_progress), strict=True):
+    config = loaded.config
+    for one, folder in zip(wanted, fetch(wanted, shows_progress), strict=True):
         config = _with_value(config, one.key, str(folder))
-        pinned[one.key] = name
-    return replace(loaded, config=config, pinned=pinned)
+    return replace(loaded, config=config)
+
+
+def with_names(config: Config) -> Config:
+    """Returns the configuration with names, and the commits that were read, in place of the paths of their copies."""
+    for key in ALL_KEYS:
+        name = name_of_copy(str(values_by_key(config)[key]))
+        config = config if name is None else _with_value(config, key, name)
+    return config
 
 
 def _as_before(wanted: Wanted, earlier: Mapping[str, object]) -> Wanted:
@@ -176,13 +179,11 @@ def with_paths_of_ranks(
     if not wanted_by(loaded.config, keys):
         return loaded
 
-    def pin() -> Mapping[str, str]:
+    def pin() -> Config:
         earlier = {} if name is None else values_to_resume(loaded, name)
-        return with_local_paths(loaded, keys, earlier=earlier).pinned
+        return with_names(with_local_paths(loaded, keys, earlier=earlier).config)
 
-    config = loaded.config
-    for key, text in on_first_rank(backend, pin).items():
-        config = _with_value(config, key, text)
+    config = on_first_rank(backend, pin)
     # Of several ranks of another host the first one downloads: the caches of hubs have locks.
     refusal: UserError | None = None
     try:

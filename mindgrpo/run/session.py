@@ -35,7 +35,7 @@ from mindgrpo.run.watch import Watch
 class OpenRun:
     """Holds what a run of `num_steps` steps has before its weights are read; `start` is None unless it resumes one."""
 
-    loaded: Loaded
+    config: Config
     backend: Backend
     inputs: Inputs
     prompts: PromptSource
@@ -44,10 +44,6 @@ class OpenRun:
     watch: Watch
     stopping: Stopping
     num_steps: int
-
-    @property
-    def config(self) -> Config:
-        return self.loaded.config
 
     @property
     def plan(self) -> RunPlan:
@@ -75,13 +71,13 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     on_first_rank(backend, lambda: check_installed(config.monitor_config.trackers))
     inputs = prepare(config, backend.world_size, ranks, backend.rank == 0)
     prompts = PromptSource(inputs.prompts, rl.seed, inputs.plan.batch.prompts_per_step)
-    start = on_first_rank(backend, lambda: find_start(loaded, inputs, name))
+    start = on_first_rank(backend, lambda: find_start(config, inputs, name))
     on_first_rank(backend, lambda: refuse_small_disk(inputs.plan, start))
     record = RunRecord(loaded, name, backend, launched, start)
     stopping = Stopping(backend, launched, rl.max_seconds)
     watch = Watch(config, backend, record, stopping)
     num_steps = inputs.plan.num_steps(len(inputs.prompts))
-    run = OpenRun(loaded, backend, inputs, prompts, start, record, watch, stopping, num_steps)
+    run = OpenRun(config, backend, inputs, prompts, start, record, watch, stopping, num_steps)
     notes = [*inputs.notes, *schedule_notes(config, run.num_updates), *backend.unmet, *watch.notes]
     record.banner(inputs, [*notes, *(start.notes if start else [])])
     return run
@@ -98,9 +94,9 @@ class Session:
         self.num_steps = run.num_steps
         self._record, self._prompts = record, prompts = run.record, run.prompts
         config, inputs, start = run.config, run.inputs, run.start
-        identity = identity_of(run.loaded, inputs)
+        identity = identity_of(config, inputs)
         if config.rl_config.saves_checkpoints:
-            identity = identity_of(run.loaded, inputs, unsaved_digests(config, roles))
+            identity = identity_of(config, inputs, unsaved_digests(config, roles))
         chosen = state = None
         self.done = 0
         self.open_row: dict[str, Any] | None = None

@@ -19,10 +19,11 @@ from mindgrpo.backend.rank_consistency import different_ranks, digest
 from mindgrpo.checkpoint import differences, folders
 from mindgrpo.checkpoint.folders import Candidate, Start, find
 from mindgrpo.checkpoint.format import Identity
-from mindgrpo.config import Config, Loaded, values_by_key
+from mindgrpo.config import Config, values_by_key
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.run_directory import ROOT
+from mindgrpo.run.named_sources import with_names
 from mindgrpo.run.preflight import Inputs
 
 SOURCES = (".py", ".c", ".h")
@@ -65,12 +66,11 @@ def code_digest() -> str:
     return digest([(str(path.relative_to(FOLDER)), path.read_bytes()) for path in files])
 
 
-def find_start(loaded: Loaded, inputs: Inputs, name: str) -> Start | None:
+def find_start(config: Config, inputs: Inputs, name: str) -> Start | None:
     """Finds where a resumed run begins and compares configurations; None for a new run. Raises UserError."""
-    config = loaded.config
     start = find(config.rl_config.resume_training, config.output_dir, name, ROOT)
     if start is not None and start.candidates:
-        start.notes.extend(compare(start.candidates[0], config, identity_of(loaded, inputs)))
+        start.notes.extend(compare(start.candidates[0], config, identity_of(config, inputs)))
     return start
 
 
@@ -82,7 +82,7 @@ def compare(candidate: Candidate, config: Config, now: Identity) -> list[str]:
 
 
 def identity_of(
-    loaded: Loaded, inputs: Inputs, unsaved: Mapping[str, str] | None = None
+    config: Config, inputs: Inputs, unsaved: Mapping[str, str] | None = None
 ) -> Identity:
     plan = inputs.plan
     model = asdict(plan.model)
@@ -90,7 +90,7 @@ def identity_of(
     batch = plan.batch
     return Identity(
         code=mindgrpo.__version__,
-        config=_as_json(loaded.recorded),
+        config=_as_json(values_by_key(with_names(config))),
         model=_as_json(model),
         data=inputs.prompts.fingerprint,
         batch={

@@ -169,9 +169,9 @@ def make_checkpoint(folder: Path) -> None:
     here = os.getcwd()
     os.chdir(folder)
     try:
-        loaded = load_config("config.yaml")
-        inputs = prepare(loaded.config, 1, scores=False)
-        identity = identity_of(loaded, inputs)
+        config = load_config("config.yaml").config
+        inputs = prepare(config, 1, scores=False)
+        identity = identity_of(config, inputs)
     finally:
         os.chdir(here)
     specs = parameter_specs(inputs.plan.model)
