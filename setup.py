@@ -48,6 +48,7 @@ INSTALL_REQUIRES = [
     "pydantic>=2.7",  # descriptions of fields from the text below them
     "pyyaml",
     "transformers>=4.52,<6",  # its chat templates; without torch
+    "huggingface_hub>=0.30",  # models and data sets by name
     "jinja2>=3.1.6",
     "pyarrow<26",  # 26 does not import beside numpy 1, and its metadata does not say so
     "matplotlib",
@@ -90,11 +91,15 @@ ENVIRONMENTS = {
 # Hugging Face `datasets`, in a version that goes with numpy 1; no data set needs it.
 DATASETS = ["datasets"]
 
+# Models and data sets of ModelScope by name; the newer, small half of its package `modelscope`.
+MODELSCOPE = ["modelscope-hub>=0.4.6"]
+
 EXTRAS_REQUIRE = {
     **TRACKERS,
     **ENVIRONMENTS,
     "code": CODE,
     "datasets": DATASETS,
+    "modelscope": MODELSCOPE,
     # Holds MindSpore at 2.9. MindFormers 2.0.0 is for 2.10, but requires hyper-parallel, which PyPI does not have.
     "mindformers": ["mindformers==1.9.0", "transformers==4.57.1"],
     # vllm-mindspore's wheel on PyPI holds an aarch64 library only.

@@ -38,13 +38,13 @@ class GRPOTrainer(TrainingLoop):
     without functions beside it says. `name` names the output folder. Raises UserError for whatever the configuration
     gets wrong.
 
-    In TRL's form: `model` (a Hugging Face directory), `reward_funcs` (one or several) and `train_dataset` and
-    `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, or a path) take the place of the configuration's, as
-    does `environment` (a class or function of a module, or text as in `rl_config.environment`), and `config` is a
-    mapping of its sections, or left out. `args` (a GRPOConfig) and `peft_config` (PEFT's LoraConfig, or a mapping with
-    its names) win over `config`. `reward_funcs` get what TRL passes: lists of messages for rows whose prompt is one,
-    unless reward_config.completions says otherwise. `others`, such as `processing_class`, are refused with the key to
-    use.
+    In TRL's form: `model` (a Hugging Face directory, or a name on a hub), `reward_funcs` (one or several) and
+    `train_dataset` and `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, a path, or a name on a hub) take
+    the place of the configuration's, as does `environment` (a class or function of a module, or text as in
+    `rl_config.environment`), and `config` is a mapping of its sections, or left out. `args` (a GRPOConfig) and
+    `peft_config` (PEFT's LoraConfig, or a mapping with its names) win over `config`. `reward_funcs` get what TRL
+    passes: lists of messages for rows whose prompt is one, unless reward_config.completions says otherwise. `others`,
+    such as `processing_class`, are refused with the key to use.
     """
 
     roles: Roles

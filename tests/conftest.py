@@ -43,6 +43,7 @@ GROUPS = {
         "test_faults",
         "test_ray_job",
         "test_resume_on_ranks",
+        "test_named_sources",
     ),
     # Share a process of transformers.
     "vllm": ("test_engine_process", "test_engine_ends"),

@@ -274,10 +274,13 @@ def test_csv_that_is_damaged_is_refused_with_its_line(
         open_examples(path)
 
 
-def test_the_name_of_a_data_set_on_the_hub_is_met_with_the_command_that_downloads_it() -> None:
-    command = "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"
-    with pytest.raises(UserError, match=f"dataset_file is openai/gsm8k, .*run '{command}' and set"):
-        open_examples("openai/gsm8k")
+def test_all_files_of_a_split_are_read_also_where_they_are_json(tmp_path: Path) -> None:
+    names = ["train-0.json", "train-1.json"]
+    for name in names:
+        (tmp_path / name).write_text(json.dumps([{"question": name, "answer": "1"}]))
+    listed = {"_data_files": [{"filename": name} for name in names], "_split": "train"}
+    (tmp_path / "state.json").write_text(json.dumps(listed))
+    assert [example.question for example in open_examples(tmp_path)] == names
 
 
 @pytest.fixture

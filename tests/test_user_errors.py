@@ -326,7 +326,11 @@ def test_a_layout_that_no_machine_can_hold_is_refused_like_any_other(
     assert f"{key} {many}" in sentence and "but the run has 1 rank" in sentence
 
 
-def test_a_model_on_the_hub_is_told_with_the_command_that_downloads_it(refused: Check) -> None:
+def test_a_model_on_the_hub_is_told_with_the_command_that_downloads_it(
+    refused: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
     sentence = refused("--actor_config.load", "Qwen/Qwen2.5-0.5B-Instruct")
     assert "run 'hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir Qwen2.5-0.5B-In" in sentence
     assert "hf download" not in refused("--actor_config.load", "output/run/hf")

@@ -84,6 +84,7 @@ QUICK: dict[str, tuple[str, ...]] = {
 FULL: dict[str, tuple[str, ...]] = {
     "test_chat_templates": ("many_letters",),
     "test_doctor": ("can_be_compiled",),
+    "test_hub_files": ("hugging_face_datasets",),
     "test_missing_columns": ("without_a_tail", "named_at_once_and_all"),
     "test_nested_splits": ("can_be_planned",),
     "test_no_seconds": (),

@@ -18,6 +18,7 @@ from mindgrpo.config import (
     require_run_keys,
     values_by_key,
 )
+from mindgrpo.data.hub_names import hub_name
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, data_files
 from mindgrpo.errors import UserError, error_of, sentences_of
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -27,6 +28,7 @@ from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
+from mindgrpo.run.named_sources import with_local_paths
 from mindgrpo.run.preflight import (
     Inputs,
     engine_notes,
@@ -36,7 +38,7 @@ from mindgrpo.run.preflight import (
     read_tokenizer,
     scorer_of,
 )
-from mindgrpo.run.start import changes_since, find_start, run_name
+from mindgrpo.run.start import changes_since, find_start, run_name, saved_values
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,21 +60,28 @@ def main(argv: Sequence[str]) -> None:
         return
     files, overrides = parse_command_line(words)
     loaded = load_config(files, overrides)
+    known = [loaded]
     try:
-        inputs = _check(loaded, files, world_size)
+        inputs = _check(known, files, world_size)
     except UserError as error:
-        raise error_of([*sentences_of(error), *_others(loaded, world_size)]) from None
+        raise error_of([*sentences_of(error), *_others(known[-1], world_size)]) from None
     if not is_quiet:
         print("\n".join(summary(files, inputs, loaded.notices)))
 
 
-def _check(loaded: Loaded, files: Sequence[Path], world_size: int | None) -> Inputs:
-    """Checks everything in the order of a run. Raises UserError for what is wrong first."""
+def _check(known: list[Loaded], files: Sequence[Path], world_size: int | None) -> Inputs:
+    """Checks everything in the order of a run. Raises UserError for what is wrong first.
+
+    Adds to `known` the configuration with paths in place of names on a hub.
+    """
+    loaded, name = known[0], run_name(files)
     require_run_keys(loaded)
     check_hosts(loaded.config.context.target, os.environ, world_size or 1)
     _check_folder(loaded.config)
     check_installed(loaded.config.monitor_config.trackers)
-    start, loaded = find_start(loaded, run_name(files))
+    start, loaded = find_start(loaded, name)
+    loaded = with_local_paths(loaded, earlier=saved_values(start))
+    known.append(loaded)
     inputs = prepare(loaded.config, world_size)
     assert inputs.scorer is not None
     try:
@@ -103,7 +112,8 @@ def _others(loaded: Loaded, world_size: int | None) -> Iterator[str]:
 
     def check_data() -> None:
         for key, choice in data.items():
-            if path := values_by_key(config)[key]:
+            path = values_by_key(config)[key]
+            if path and hub_name(str(path)) is None:
                 data_files(str(path), choice, key)
 
     yield from problems(
@@ -119,7 +129,7 @@ def _others(loaded: Loaded, world_size: int | None) -> Iterator[str]:
     yield from problems(
         check_data,
         lambda: scorer_of(config).close(),
-        lambda: model.append(read_model(config)),
+        lambda: None if hub_name(config.actor_config.load) else model.append(read_model(config)),
     )
     for own in model:
         yield from _others_of_model(config, own, world_size)

@@ -43,6 +43,12 @@ from mindgrpo.rollout.environment import Trial, environment_weight
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.turns import Turns, make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
+from mindgrpo.run.named_sources import (
+    EVALUATED,
+    with_local_paths,
+    with_names,
+    with_paths_of_ranks,
+)
 from mindgrpo.run.preflight import (
     dry_run_rewards,
     engine_notes,
@@ -158,7 +164,7 @@ def check(argv: Sequence[str], world_size: int) -> None:
     line, loaded = load(argv)
     check_hosts(loaded.config.context.target, os.environ, world_size)
     with naming(line.flags):
-        inputs = read_inputs(loaded.config, world_size)
+        inputs = read_inputs(with_local_paths(loaded, EVALUATED).config, world_size)
     try:
         inputs.check_rewards()
     finally:
@@ -174,9 +180,12 @@ def main(argv: Sequence[str]) -> None:
         connect(context.target, dict(os.environ))
         return
     line, loaded = load(argv)
-    config = loaded.config
-    backend = connect(config.context.target, dict(os.environ), runtime_settings(config))
+    backend = connect(
+        loaded.config.context.target, dict(os.environ), runtime_settings(loaded.config)
+    )
     with naming(line.flags):
+        loaded = with_paths_of_ranks(loaded, backend, EVALUATED)
+        config = loaded.config
         outcomes, inputs = run(config, line.step, backend)
     if backend.rank == 0:
         metrics = report(config, line.step, backend, inputs, outcomes)
@@ -243,9 +252,10 @@ def report(
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
     """Returns what --output gets. `eval` has the first mode's means, as a run's summary does, `figures` all metrics."""
+    named = with_names(config)
     return {
-        "model": config.actor_config.load,
-        "data": config.rl_config.eval_dataset_file,
+        "model": named.actor_config.load,
+        "data": named.rl_config.eval_dataset_file,
         "prompts": inputs.num_prompts,
         "seed": config.rl_config.seed,
         "step": step,

@@ -22,6 +22,7 @@ from mindgrpo.checkpoint.load import checkpoint_files
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.data.chat_template import ChatTemplate
+from mindgrpo.data.hub_names import local_copy
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
@@ -29,6 +30,7 @@ from mindgrpo.models.lora import adapter_names, add_product, factor_box
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.run.model_export import experts_of, write_companions
+from mindgrpo.run.named_sources import fetch_local
 from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import (
@@ -124,7 +126,7 @@ def _open_checkpoint(source: Path, model: Path | None) -> Source:
     checkpoint = start.candidates[0]
     folder, manifest = checkpoint.folder, checkpoint.manifest
     base: Any = manifest.identity.config.get("actor_config.load")
-    beside = model or Path(str(base))
+    beside = model or local_copy(str(base), "model")
     if not (beside / "config.json").is_file():
         raise UserError(
             f"The run of {folder} began with the model '{beside}', which is not there now; name it with --model DIR."
@@ -154,7 +156,7 @@ def own_tokenizer(source: Source, directory: Path | None) -> tuple[Tokenizer, bo
     template = identity.config.get("rl_config.chat_template")
     if directory is None and not named and template is None:
         return None
-    directory = directory or Path(str(named or source.beside))
+    directory = directory or (local_copy(str(named), "tokenizer") if named else source.beside)
     if not directory.is_dir():
         raise UserError(
             f"The run of {folder} had the tokenizer in '{directory}', which is not there now; name it with "
@@ -225,7 +227,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tokenizer_dir", type=path_of)
     flags = parser.parse_args(list(argv))
     shards = flags.max_shard_bytes
-    source = best_checkpoint(flags.source) if flags.best else flags.source
-    places = flags.model, flags.tokenizer_dir
+    source = fetch_local(str(flags.source), "model", "--from")
+    source = best_checkpoint(source) if flags.best else source
+    model = flags.model and fetch_local(str(flags.model), "model", "--model")
+    places = model, flags.tokenizer_dir
     for file in convert(source, flags.output, flags.dtype, shards, flags.format, *places):
         print(file)

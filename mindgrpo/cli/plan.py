@@ -27,6 +27,7 @@ from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.banner import algorithm_lines
+from mindgrpo.run.named_sources import MODELS, with_local_paths
 from mindgrpo.run.preflight import read_teacher
 from mindgrpo.weight_sync.plan import GIGA, Links, busiest_link
 
@@ -180,6 +181,9 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 def main(argv: Sequence[str]) -> None:
     flags, rest = read_flags(argv)
-    fit = print_plan(load_config(*parse_command_line(rest)), flags)
+    loaded = load_config(*parse_command_line(rest))
+    if not loaded.config.actor_config.model_yaml:
+        loaded = with_local_paths(loaded, MODELS, shapes=True)
+    fit = print_plan(loaded, flags)
     if flags.must_fit and not fit.fits:
         raise SystemExit(1)

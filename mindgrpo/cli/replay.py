@@ -22,6 +22,7 @@ from mindgrpo.config import Config, load_config
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.mesh import CONFIG_KEYS
 from mindgrpo.run import batch_dump as dump
+from mindgrpo.run.named_sources import fetch_local
 
 ROLES = ("actor_config", "ref_config", "generate_config")
 
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> None:
     kept = dump.read(flags.dump)
     report = _report(kept)
     print("\n".join(_stored_lines(kept, report)))
-    report["replay"] = _again(kept, flags.dump, flags.model)
+    model = flags.model and fetch_local(str(flags.model), "model", "--model")
+    report["replay"] = _again(kept, flags.dump, model)
     print("\n".join(f"{name}: {value}" for name, value in report["replay"].items()))
     if flags.output:
         flags.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -34,6 +34,7 @@ from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report
+from mindgrpo.run.named_sources import fetch_local
 from mindgrpo.workers.protocol import CallLimits
 
 STEP = 64
@@ -179,7 +180,9 @@ def row_form(flags: argparse.Namespace) -> RowForm:
 
 def read_rows(path: Path, limit: int, form: RowForm) -> list[Row]:
     """Reads the first `limit` rows, all for 0, of whatever a run reads. Raises UserError."""
-    files = data_files(path, replace(FOR_TRAINING, key="--data"), "--data")
+    choice = replace(FOR_TRAINING, key="--data")
+    path = fetch_local(str(path), "data", "--data", choice)
+    files = data_files(path, choice, "--data")
     if files[0].suffix == ".mindrecord":
         stored: Rows = ListedRows([plain(each) for each in read_mindrecord(files[0], None)], path)
     else:

@@ -22,6 +22,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.monitor.console import number
+from mindgrpo.run.named_sources import fetch_local
 from mindgrpo.workers.protocol import CallFailure, CallLimits
 
 LONGEST_CONTEXT = 4096
@@ -79,7 +80,7 @@ def _ask(pool: EnvironmentPool, name: str, sample: int, question: Question) -> O
 
 def play_with_model(flags: Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
     """Has the model of --model play on each row. Raises UserError."""
-    directory = model_in(str(flags.model))
+    directory = str(fetch_local(model_in(str(flags.model)), "model", "--model"))
     length = min(LONGEST_CONTEXT, read_config(directory).max_position_embeddings)
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "rows.jsonl")

@@ -15,8 +15,9 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.targets import check_hosts
 from mindgrpo.config import Loaded, load_config, parse_command_line, require_run_keys
 from mindgrpo.config.supervised import SFT_KEYS
+from mindgrpo.run.named_sources import with_local_paths
 from mindgrpo.run.preflight import prepare_supervised
-from mindgrpo.run.start import run_name
+from mindgrpo.run.start import find_start, run_name, saved_values
 
 
 def load(argv: Sequence[str]) -> tuple[str, Loaded]:
@@ -29,9 +30,11 @@ def load(argv: Sequence[str]) -> tuple[str, Loaded]:
 
 def check(argv: Sequence[str], world_size: int) -> None:
     """Checks all that can be known of a run without a device. Raises UserError."""
-    config = load(argv)[1].config
-    check_hosts(config.context.target, os.environ, world_size)
-    prepare_supervised(config, world_size)
+    name, loaded = load(argv)
+    check_hosts(loaded.config.context.target, os.environ, world_size)
+    start, loaded = find_start(loaded, name)
+    loaded = with_local_paths(loaded, earlier=saved_values(start))
+    prepare_supervised(loaded.config, world_size)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -144,16 +144,17 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """ON: request bit-reproducible kernels from the device"""
 
     dataset_file: OptionalText = None
-    """training prompts and answers: a .jsonl, .json, .csv, .parquet, .arrow or .mindrecord file, or a directory of
-    Hugging Face datasets; null, with an environment only: rows whose column seed counts from 0 to 9999"""
+    """training prompts and answers: a .jsonl, .json, .csv, .parquet, .arrow or .mindrecord file, a directory of
+    Hugging Face datasets, or a name on a hub, such as openai/gsm8k:main; null, with an environment only: rows whose
+    column seed counts from 0 to 9999"""
     dataset_split: OptionalText = None
-    """split to read if dataset_file is a directory; null: train, or the only split"""
+    """split to read if dataset_file is a directory or a name on a hub; null: train, or the only split"""
     eval_dataset_file: OptionalText = None
     """held-out prompts and answers for evaluations, in the formats of dataset_file; null: no evaluation, but with
     seeds in place of dataset_file those from 10000 to 10999"""
     eval_dataset_split: OptionalText = None
-    """split to read if eval_dataset_file is a directory; null: validation or test, whichever exists, or the only
-    split"""
+    """split to read if eval_dataset_file is a directory or a name on a hub; null: validation or test, whichever
+    exists, or the only split"""
     dataset_type: Annotated[Literal["gsm8k", "openr1math", "plain"] | None, BEFORE_NAME] = None
     """how to read the gold answer. gsm8k: the text after the last ####, which every row must have; openr1math, plain:
     the whole answer; null: the text after the last #### if there is one, else the whole answer"""
@@ -162,7 +163,7 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     dataset_columns: Annotated[list[str] | None, BEFORE_LIST] = None
     """columns to pass to reward functions in addition to the answer; null: all"""
     tokenizer_dir: OptionalText = None
-    """directory of the tokenizer; null: actor_config.load"""
+    """directory of the tokenizer, or a name on a hub; null: actor_config.load"""
     system_prompt: OptionalText = None
     """system message for prompts that have none"""
     chat_template: OptionalText = None

@@ -210,7 +210,7 @@ class LoraConfig(Section):
 
 class ActorConfig(Section):
     load: Annotated[str, BEFORE_TEXT] = ""
-    """Hugging Face directory of the model to train"""
+    """Hugging Face directory of the model to train, or its name on a hub, such as Qwen/Qwen2.5-0.5B-Instruct"""
     save: OptionalText = None
     """folder for the final model; a new subfolder if it is not empty; null: OUTPUT/hf"""
     save_dtype: Literal["auto", "float32"] = "auto"
@@ -231,7 +231,7 @@ class ActorConfig(Section):
 
 class RefConfig(Section):
     load: OptionalText = None
-    """Hugging Face directory of the reference model; null: actor_config.load"""
+    """Hugging Face directory of the reference model, or its name on a hub; null: actor_config.load"""
     model_yaml: OptionalText = Field(None, alias="model_config", description=_MODEL_YAML)
     offset: int | list[int] | list[list[int]] = Field(0, description=_OFFSET)
     ref_model_batch_size: int = Field(4, ge=1)

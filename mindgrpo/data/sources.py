@@ -35,7 +35,6 @@ KINDS = ".jsonl, .json, .csv, .parquet, .arrow or .mindrecord"
 SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".csv")
 # A description of a data set is such a file, too; so only in a folder without others.
 DOCUMENT, DESCRIPTIONS = ".json", ("dataset_info.json", "dataset_infos.json")
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$|-?\d+$")
 SPLIT_WORDS = ("train", "validation", "valid", "val", "test", "dev", "eval")
 # Entries looked through for folders with data, to name them.
@@ -136,7 +135,7 @@ def open_rows(
     files: Sequence[Path], columns: Sequence[str] | None = None, ranks: Ranks = ALONE
 ) -> Rows:
     """Opens the rows of one data set's files; of tables, only `columns` are read. Raises UserError."""
-    first, suffix = files[0], files[0].suffix
+    suffix = files[0].suffix
     if suffix in (".parquet", ".arrow"):
         cache = TableCache()
         return Blocks([TableFile(file, columns, cache) for file in files])
@@ -146,19 +145,13 @@ def open_rows(
         return Blocks([ListedRows(ranks.by_one(partial(read_csv, file)), file) for file in files])
     if suffix == ".jsonl":
         return Blocks([JsonLines(file) for file in files])
-    raise UserError(f"the data set {first} ends in {suffix!r}; it must be a {KINDS} file")
+    raise UserError(f"the data set {files[0]} ends in {suffix!r}; it must be a {KINDS} file")
 
 
 def data_files(path: str | Path, choice: SplitChoice, key: str) -> list[Path]:
     """Lists the files of one split of the data set at `path`, all of one kind. Raises UserError."""
     source = Path(path)
     if not source.exists():
-        if HUB_ID.fullmatch(str(path)) and not source.suffix and not source.parent.exists():
-            raise UserError(
-                f"{key} is {path}, and no such file or directory exists; to use the data set of that name on the "
-                f"Hugging Face hub, run 'hf download {path} --repo-type dataset --local-dir {source.name}' and set "
-                f"{key} to the directory in {source.name} that holds its {' or '.join(SHARD_SUFFIXES)} files"
-            )
         raise UserError(
             f"the data set {source} does not exist{looked_at(source)}; set {key} to a {KINDS} file or to a directory "
             "of Hugging Face datasets"

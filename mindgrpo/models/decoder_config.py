@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.kernels.shapes import Activation
-from mindgrpo.data.sources import HUB_ID
 from mindgrpo.errors import UserError
 from mindgrpo.models.families import (
     ACTIVATIONS,
@@ -182,15 +181,9 @@ def read_config(directory: str | Path) -> DecoderConfig:
     """Reads the decoder of a Hugging Face directory. Raises UserError where it cannot be computed exactly."""
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
-        download = ""
         where = looked_at(directory)
-        if HUB_ID.fullmatch(str(directory)) and not Path(directory).parent.exists():
-            folder = Path(directory).name
-            download = (
-                f"run 'hf download {directory} --local-dir {folder}' for a model of the hub and "
-            )
         raise UserError(
-            f"The model directory '{directory}' does not exist{where}; {download}give a Hugging Face directory "
+            f"The model directory '{directory}' does not exist{where}; give a Hugging Face directory "
             "(config.json, *.safetensors, tokenizer.json) in actor_config.load."
         )
     adapter = path.with_name("adapter_config.json")

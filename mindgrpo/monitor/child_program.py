@@ -22,17 +22,19 @@ def start_program(
 ) -> subprocess.Popen[bytes]:
     """Calls `module:function` with the arguments, as JSON holds them, in a process that ends with this one.
 
-    `options` are those of Popen; without any it has no input, and its standard error is a pipe.
+    `options` are those of Popen; without any it has no input, its standard error is a pipe, and the environment is
+    this process's.
     """
     package = str(Path(mindgrpo.__file__).parents[1])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    environment = options.pop("env", os.environ)
+    path = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
     words = [str(os.getpid()), function, json.dumps(arguments)]
     return subprocess.Popen(
         [sys.executable, "-m", "mindgrpo.monitor.child_program", *words],
         stdin=options.pop("stdin", subprocess.DEVNULL),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        stderr=options.pop("stderr", subprocess.PIPE),
+        env={**environment, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
         **options,
     )
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from mindgrpo.data.hub_names import Content, local_copy
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 
 MAX_STEPS = 100
@@ -276,11 +276,18 @@ def stratified(means: Sequence[float]) -> list[int]:
 
 def tokenizer_of(run: RunFolder) -> Tokenizer | None:
     """Reads the tokenizer of the model that the run wrote or loaded; returns None if neither is readable."""
-    keys = ("rl_config.tokenizer_dir", "actor_config.save", "actor_config.load")
-    for folder in (str(run.path / "hf"), *(run.values.get(key) for key in keys)):
+    contents: dict[str, Content] = {
+        "rl_config.tokenizer_dir": "tokenizer",
+        "actor_config.save": "model",
+        "actor_config.load": "model",
+    }
+    folders = [run.path / "hf"]
+    for key, content in contents.items():
+        if isinstance(value := run.values.get(key), str):
+            folders.append(local_copy(value, content))
+    for folder in folders:
         with suppress(Exception):  # the library raises Exception itself
-            if isinstance(folder, str):
-                return Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
     return None
 
 

@@ -8,6 +8,7 @@ from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.plan.micro_shapes import row_lines
+from mindgrpo.run.named_sources import with_names
 
 if TYPE_CHECKING:  # `mindgrpo plan` needs neither
     from mindgrpo.backend.contract import Backend
@@ -29,7 +30,7 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
     computes_in: str = backend.compute_dtype
     if computes_in == "float32":
         computes_in = f"matmul precision {backend.matmul_precision}"
-    name = loaded.config.rl_config.model_name or config.actor_config.load
+    name = loaded.config.rl_config.model_name or with_names(config).actor_config.load
     described = [f"{name}: {model.model_type}, {num_parameters(model) / 1e6:.2f} M parameters"]
     if lora is not None:
         on = ", ".join(lora.targets)

@@ -21,6 +21,7 @@ from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import ranks_that_see
+from mindgrpo.data.hub_names import hub_name, name_of_copy
 from mindgrpo.data.tokenizer import Tokenizer, copy_tokenizer, write_tokenizer
 from mindgrpo.errors import UserError, writing
 from mindgrpo.memory.residency import Residency
@@ -208,10 +209,12 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         for base, pair in pairs.items()
         for name, values in zip(adapter_names(base), pair, strict=True)
     }
+    named = hub_name(name_of_copy(source) or "")
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source,
+        "base_model_name_or_path": source if named is None else named.name,
+        "revision": None if named is None else named.revision,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "lora_dropout": 0.0,

@@ -11,6 +11,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.banner import run_sections
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
+from mindgrpo.run.named_sources import with_names
 from mindgrpo.run.preflight import Inputs
 from mindgrpo.run.start import OutputPaths, continue_files, label_of, make_output_paths
 
@@ -95,7 +97,8 @@ class RunRecord:
         queue_size = self._loaded.config.rl_config.tensorboard_queue_size
         resolved, board = self.directory / "config_resolved.yaml", self._paths.tensorboard
         with writing(resolved):
-            write_resolved(self._loaded, resolved)
+            named = replace(self._loaded, config=with_names(self._loaded.config))
+            write_resolved(named, resolved)
         say, done = self.console.line, self._earlier.step
         self._metrics = MetricsWriter(self.directory, board, queue_size, done, say)
         self._picture = self.directory / (

@@ -25,9 +25,16 @@ from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.run.checkpoints import RunCheckpoints, restore, unsaved_digests
 from mindgrpo.run.host_limits import refuse_small_disk
+from mindgrpo.run.named_sources import with_paths_of_ranks
 from mindgrpo.run.preflight import Inputs
 from mindgrpo.run.recorder import RunRecord
-from mindgrpo.run.start import changes_since, check_same_start, find_start, identity_of
+from mindgrpo.run.start import (
+    changes_since,
+    check_same_start,
+    find_start,
+    identity_of,
+    saved_values,
+)
 from mindgrpo.run.stop_signals import Stop, Stopping
 from mindgrpo.run.watch import Watch
 
@@ -63,15 +70,14 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     """Opens a run on all ranks together and shows the banner. Raises UserError, on all ranks alike."""
     launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
     loaded = config if isinstance(config, Loaded) else config_with(config, {})
-    config = loaded.config
-    context, rl = config.context, config.rl_config
-    settings = runtime_settings(config)
-    backend = connect(context.target, dict(os.environ), settings)
-    check_same_start(config, backend)
+    settings = runtime_settings(loaded.config)
+    backend = connect(loaded.config.context.target, dict(os.environ), settings)
+    check_same_start(loaded.config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     on_first_rank(backend, lambda: check_installed(loaded.config.monitor_config.trackers))
     start, loaded = on_first_rank(backend, lambda: find_start(loaded, name))
-    config = loaded.config
+    loaded = with_paths_of_ranks(loaded, backend, earlier=saved_values(start))
+    config, rl = loaded.config, loaded.config.rl_config
     inputs = prepare(config, backend.world_size, ranks, backend.rank == 0)
     prompts = PromptSource(inputs.prompts, rl.seed, inputs.plan.batch.prompts_per_step)
     changes = on_first_rank(backend, lambda: changes_since(start, config, inputs))

@@ -26,6 +26,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.run_directory import ROOT
+from mindgrpo.run.named_sources import with_names
 from mindgrpo.run.preflight import Inputs
 
 SOURCES = (".py", ".c", ".h")
@@ -85,13 +86,17 @@ def find_start(loaded: Loaded, name: str) -> tuple[Start | None, Loaded]:
     return start, _with_date(loaded, start)
 
 
+def saved_values(start: Start | None) -> Mapping[str, Any]:
+    """Returns the values by key of the run that is resumed, none for a new run."""
+    return start.candidates[0].manifest.identity.config if start and start.candidates else {}
+
+
 def _with_date(loaded: Loaded, start: Start | None) -> Loaded:
     """Returns the configuration in which chat templates tell the date when the run began, unless the user named one."""
     rl = loaded.config.rl_config
     if rl.chat_template_date is not None:
         return loaded
-    saved = start.candidates[0].manifest.identity.config if start and start.candidates else {}
-    date = saved.get(DATE_KEY) or datetime.now().isoformat(" ", "seconds")
+    date = saved_values(start).get(DATE_KEY) or datetime.now().isoformat(" ", "seconds")
     rl = rl.model_copy(update={"chat_template_date": date})
     config = loaded.config.model_copy(update={"rl_config": rl})
     return replace(loaded, config=config, origins=loaded.origins | {DATE_KEY: "when the run began"})
@@ -135,7 +140,7 @@ def identity_of(
     numbers = {DTYPE_KEY: compute_dtype(config), INVARIANT_KEY: plan.batch_invariant}
     return Identity(
         code=mindgrpo.__version__,
-        config=_as_json(values_by_key(config) | numbers),
+        config=_as_json(values_by_key(with_names(config)) | numbers),
         model=_as_json(model),
         data=inputs.prompts.fingerprint,
         batch={

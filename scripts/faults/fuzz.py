@@ -247,6 +247,7 @@ def gathered(given: argparse.Namespace, seeds: Path) -> list[dict[str, Any]]:
         ["--only", given.only] if given.only else []
     )
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # where nobody answers, and at once
     lines = seeds.parent / "lines"
     workers = []
     for start in range(given.processes):

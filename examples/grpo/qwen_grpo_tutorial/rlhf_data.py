@@ -1,4 +1,4 @@
-"""Any data set to a MindRecord, with a check that every rendered prompt fits. Downloads nothing.
+"""Any data set to a MindRecord, with a check that every rendered prompt fits.
 
     python rlhf_data.py --tokenizer_dir MODEL_DIR --file_path train.jsonl \
         --output_path train.mindrecord --dataset_type gsm8k
@@ -20,6 +20,7 @@ from mindgrpo.data.prompts import OVERFLOWS, PromptForm
 from mindgrpo.data.sources import FOR_TRAINING, open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.run.named_sources import fetch_local
 
 # Of a run's keys, which messages name.
 FLAGS = {
@@ -37,7 +38,9 @@ RETIRED = {
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Arguments(description="Turn a data set into a MindRecord.")
-    parser.add_argument("--tokenizer_dir", type=path_of, help="a Hugging Face model directory")
+    parser.add_argument(
+        "--tokenizer_dir", type=path_of, help="a Hugging Face model directory, or a name on its hub"
+    )
     parser.add_argument(
         "--vocab_path", type=path_of, help="its vocab.json, with --merges_file_path"
     )
@@ -46,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--file_path",
         type=path_of,
         required=True,
-        help="a .jsonl, .json, .csv, .parquet or .arrow file, or a directory of Hugging Face datasets",
+        help="a .jsonl, .json, .csv, .parquet or .arrow file, a directory of Hugging Face datasets, or a name on a hub",
     )
     parser.add_argument("--split", help="of a directory's splits; default: train, or the only one")
     parser.add_argument(
@@ -85,7 +88,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def tokenizer_of(arguments: argparse.Namespace) -> Tokenizer:
     if arguments.tokenizer_dir is not None:
-        return load_tokenizer(arguments.tokenizer_dir)
+        folder = fetch_local(str(arguments.tokenizer_dir), "tokenizer", "--tokenizer_dir")
+        return load_tokenizer(folder)
     vocab, merges = arguments.vocab_path, arguments.merges_file_path
     if vocab is None or merges is None:
         raise UserError(
@@ -105,10 +109,11 @@ def run(arguments: argparse.Namespace) -> ConversionReport:
     tokenizer = tokenizer_of(arguments).with_template(arguments.chat_template)
     columns = None if arguments.columns is None else words(arguments.columns)
     rows = RowForm(arguments.dataset_type, parse_key_map(words(arguments.map_keys)), columns)
+    choice = replace(FOR_TRAINING, name=arguments.split, key="--split")
     examples = open_examples(
-        arguments.file_path,
+        fetch_local(str(arguments.file_path), "data", "--file_path", choice),
         rows,
-        replace(FOR_TRAINING, name=arguments.split, key="--split"),
+        choice,
         decode=tokenizer.decode,
         key="--file_path",
     )

@@ -1,0 +1,184 @@
+"""Makes local paths of the models and data sets that a configuration names on a hub, before anything reads them.
+
+All else sees paths alone. The names, with the commits that were read, are what a run records (`with_names`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindgrpo.backend.rank_consistency import on_first_rank
+from mindgrpo.config import Config, Loaded, values_by_key
+from mindgrpo.data.hub_names import Content, copy_of, hub_name, is_complete, name_of_copy
+from mindgrpo.data.hubs import Wanted
+from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, SplitChoice
+from mindgrpo.errors import UserError
+from mindgrpo.monitor.child_program import start_program
+from mindgrpo.rollout.vllm.environment import SET_BY_LAUNCHER
+
+if TYPE_CHECKING:  # `mindgrpo score` needs none
+    from mindgrpo.backend.contract import Backend
+
+MODELS = ("actor_config.load", "generate_config.load", "ref_config.load")
+TOKENIZER, DATA, HELD_OUT = (
+    "rl_config.tokenizer_dir",
+    "rl_config.dataset_file",
+    "rl_config.eval_dataset_file",
+)
+ALL_KEYS = (*MODELS, TOKENIZER, DATA, HELD_OUT)
+EVALUATED = (*MODELS[:2], TOKENIZER, HELD_OUT)
+
+
+def wanted_by(config: Config, keys: Sequence[str] = ALL_KEYS, shapes: bool = False) -> list[Wanted]:
+    """Lists what is to be fetched for a configuration: what it reads and names on a hub. `shapes`: no weights."""
+    rl, values = config.rl_config, values_by_key(config)
+    choices = {
+        DATA: replace(FOR_TRAINING, name=rl.dataset_split),
+        HELD_OUT: replace(FOR_EVALUATION, name=rl.eval_dataset_split),
+    }
+    contents: dict[str, Content] = {key: "shapes" if shapes else "model" for key in MODELS}
+    contents |= {TOKENIZER: "tokenizer", DATA: "data", HELD_OUT: "data"}
+    return [
+        Wanted(key, text, contents[key], choices.get(key))
+        for key in keys
+        if isinstance(text := values[key], str)
+        and hub_name(text) is not None
+        and (key != "ref_config.load" or config.has_reference)
+    ]
+
+
+def fetch(wanted: Sequence[Wanted], shows_progress: bool = True) -> list[Path]:
+    """Returns for each the folder that has its files. Raises UserError.
+
+    What is pinned and complete costs no process and no request.
+    """
+    # The same for several keys is fetched once.
+    names = {(one.text, one.content, one.splits): one.text for one in wanted}
+    left = {
+        key: one
+        for one in reversed(wanted)
+        if not (one.name.is_pinned and is_complete(_folder(one, one.text)))
+        and (key := (one.text, one.content, one.splits))
+    }
+    if left:
+        names |= zip(left, _fetched(list(left.values()), shows_progress), strict=True)
+    return [_folder(one, names[one.text, one.content, one.splits]) for one in wanted]
+
+
+def _folder(wanted: Wanted, pinned: str) -> Path:
+    name = hub_name(pinned)
+    assert name is not None
+    return copy_of(name, wanted.content, wanted.splits)
+
+
+def _fetched(wanted: Sequence[Wanted], shows_progress: bool) -> list[str]:
+    """Fetches in another process, in the environment as the user has it; returns pinned names. Raises UserError."""
+    set_for_ranks = os.environ.get(SET_BY_LAUNCHER, "").split()
+    environment = {key: text for key, text in os.environ.items() if key not in set_for_ranks}
+    if not shows_progress:
+        environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        process = start_program(
+            "mindgrpo.data.hub_download:fetch",
+            {"wanted": [asdict(one) for one in wanted], "answer": str(answer)},
+            stderr=None if shows_progress else subprocess.DEVNULL,
+            env=environment,
+        )
+        try:
+            process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        if not answer.exists():
+            raise UserError(
+                f"{wanted[0].key} is {wanted[0].text}, and the process that downloads it ended with status "
+                f"{process.returncode}; what it printed says why."
+            )
+        outcome = json.loads(answer.read_text(encoding="utf-8"))
+    if "error" in outcome:
+        raise UserError(outcome["error"])
+    pinned: list[str] = outcome["pinned"]
+    return pinned
+
+
+def fetch_local(text: str, content: Content, key: str, split: SplitChoice | None = None) -> Path:
+    """Returns a path: the one that `text` is, or the folder of what it names on a hub. Raises UserError."""
+    if hub_name(text) is None:
+        return Path(text)
+    return fetch([Wanted(key, text, content, split)])[0]
+
+
+def with_local_paths(
+    loaded: Loaded,
+    keys: Sequence[str] = ALL_KEYS,
+    shapes: bool = False,
+    earlier: Mapping[str, object] | None = None,
+    shows_progress: bool = True,
+) -> Loaded:
+    """Fetches what the configuration names on a hub, and returns it with paths in their place. Raises UserError.
+
+    `earlier` are values of the run that is resumed: what it read at a commit is read at that commit again, unless the
+    configuration names a revision.
+    """
+    wanted = [_as_before(one, earlier or {}) for one in wanted_by(loaded.config, keys, shapes)]
+    if not wanted:
+        return loaded
+    config = loaded.config
+    for one, folder in zip(wanted, fetch(wanted, shows_progress), strict=True):
+        config = _with_value(config, one.key, str(folder))
+    return replace(loaded, config=config)
+
+
+def with_names(config: Config) -> Config:
+    """Returns the configuration with names, and the commits that were read, in place of the paths of their copies."""
+    for key in ALL_KEYS:
+        name = name_of_copy(str(values_by_key(config)[key]))
+        config = config if name is None else _with_value(config, key, name)
+    return config
+
+
+def _as_before(wanted: Wanted, earlier: Mapping[str, object]) -> Wanted:
+    before = hub_name(str(earlier.get(wanted.key)))
+    if before is not None and before.without_revision() == wanted.name:
+        return replace(wanted, text=str(before))
+    return wanted
+
+
+def _with_value(config: Config, key: str, value: str) -> Config:
+    section, _, name = key.partition(".")
+    inner = getattr(config, section).model_copy(update={name: value})
+    return config.model_copy(update={section: inner})
+
+
+def with_paths_of_ranks(
+    loaded: Loaded,
+    backend: Backend,
+    keys: Sequence[str] = ALL_KEYS,
+    earlier: Mapping[str, object] | None = None,
+) -> Loaded:
+    """Does the same on all ranks together, who read the same commits: each host downloads once, if at all."""
+    if not wanted_by(loaded.config, keys):
+        return loaded
+
+    def pin() -> Config:
+        return with_names(with_local_paths(loaded, keys, earlier=earlier).config)
+
+    config = on_first_rank(backend, pin)
+    # Of several ranks of another host the first one downloads: the caches of hubs have locks.
+    refusal: UserError | None = None
+    try:
+        loaded = with_local_paths(replace(loaded, config=config), keys, shows_progress=False)
+    except UserError as error:
+        refusal = error
+    for refused in backend.world.gather_objects(refusal):
+        if refused is not None:
+            raise refused
+    return loaded
