@@ -1,7 +1,7 @@
 """Explains keys of the configuration, or prints a generated page of docs/.
 
-Of settings `name=value` of MindRLHF, verl or TRL, and of scripts or YAML files with them, --explain prints the YAML
-that they mean here.
+Of settings `name=value` of MindRLHF, verl or TRL, and of programs, scripts or YAML files with them, --explain prints
+the YAML that they mean here.
 """
 
 from __future__ import annotations
