@@ -7,6 +7,7 @@ installed), nor that several ranks gather their shares rightly.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,9 +16,11 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import checkpoint_model
 import numpy as np
 import psutil
 import pytest
+from data_sets import change, copy_tokenizer
 from golden_models import FAMILIES, FOLDER, loaded_weights, read_golden
 from ranks_as_threads import ThreadBackend, World, run
 from safetensors import safe_open
@@ -26,6 +29,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.checkpoint.format import StoredTokenizer
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.errors import CannotWrite
@@ -330,3 +334,36 @@ def test_a_folder_that_holds_something_is_not_written_into(
     assert main(["export", "--from", str(FOLDER / "qwen2"), "--output", str(tmp_path)]) == 2
     assert "exists and is not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_checkpoint_is_exported_with_the_tokenizer_of_its_run_wherever_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run with a template and a tokenizer of its own, whose files have been moved since."""
+    shutil.copytree(FOLDER / "llama", tmp_path / "model")
+    tokenizer = tmp_path / "tokenizer"
+    copy_tokenizer(tokenizer)
+    change(tokenizer / "tokenizer_config.json", chat_template="another")
+    (tokenizer / "tokenizer.model").write_text("older")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step_000003"
+    keys = {"actor_config.load": "model", "rl_config.tokenizer_dir": "tokenizer"}
+    keys["rl_config.chat_template"] = "gone.jinja"
+    stored = StoredTokenizer(
+        directory="tokenizer", template="of the run", is_chosen=True, turn_end=None, stop_ids=[0]
+    )
+    identity = checkpoint_model.IDENTITY.model_copy(update={"config": keys, "tokenizer": stored})
+    monkeypatch.setattr(checkpoint_model, "IDENTITY", identity)
+    monkeypatch.setattr(checkpoint_model, "ROLES", ("policy",))
+    raw = read_config(tmp_path / "model").raw
+    run(1, checkpoint_model.save, tmp_path, (1, 1, 1), False, 3, raw)
+    tokenizer.rename(tmp_path / "moved")
+    words = ["export", "--from", str(checkpoint), "--output", str(tmp_path / "hf")]
+    assert main(words) == 2
+    assert "'tokenizer', which is not there now; name it with --token" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+    assert main([*words, "--tokenizer_dir", "moved"]) == 0
+    assert (tmp_path / "hf" / "chat_template.jinja").read_text() == "of the run"
+    assert (tmp_path / "hf" / "tokenizer.model").read_text() == "older"
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == "of the run"

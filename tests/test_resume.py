@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 from collections.abc import Sequence
+from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from small_mixtures import MIXTURES
 from small_runs import (
     EVAL_SAMPLES,
     MODEL,
+    ONE_GRAPH,
     STEPS,
     Reward,
     completions,
@@ -28,11 +30,16 @@ from small_runs import (
     run,
     spread,
 )
+from transformers.utils import chat_template_utils
 
-from mindgrpo.checkpoint.folders import folder_of, steps_in
+from mindgrpo.checkpoint.folders import Candidate, folder_of, steps_in
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.cli.verbs import main
+from mindgrpo.config import load_config, values_by_key
+from mindgrpo.data import chat_template
 from mindgrpo.errors import UserError
+from mindgrpo.run import start
+from mindgrpo.run.start import compare, make_output_paths
 
 SAVED = ("--rl_config.save_ckpt_interval", "1", "--rl_config.save_max_ckpt_num", "3")
 GO_ON = "--resume_training"
@@ -240,6 +247,69 @@ def test_dangerous_changes_are_refused_unless_named_and_others_told(
         grown = (branch / f"{name}.jsonl").read_bytes()
         assert grown.startswith(theirs) and len(grown) > len(theirs) > 0, name
     assert steps_in(whole)[-1] == STEPS
+
+
+DATED = "{{ strftime_now('%d.%m.') }}{% for m in messages %}{{ m.content }}{% endfor %}="
+
+
+class Tomorrow(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + timedelta(days=1)
+
+
+def test_a_run_whose_template_tells_the_date_goes_on_the_next_day_and_is_exported_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs(tmp_path)
+    template = tmp_path / "dated.jinja"
+    template.write_text(DATED)
+    words = [*ONE_GRAPH, *SAVED, "--rl_config.max_steps=2", "--rl_config.dynamic_sampling=false"]
+    words += ["--rl_config.eval_steps=0", "--rl_config.eval_on_start=false"]
+    words += [f"--rl_config.chat_template={template}", "--generate_config.max_prompt_length=56"]
+    whole, again = run(tmp_path, tmp_path / "whole", *words), tmp_path / "again"
+    shutil.copytree(whole, again)
+    shutil.rmtree(folder_of(again, 2))
+    for module in (start, chat_template, chat_template_utils):
+        monkeypatch.setattr(module, "datetime", Tomorrow)
+    run(tmp_path, again, GO_ON, *words)
+    assert completions(again) == completions(whole)
+    assert model_bits(again) == model_bits(whole)
+    template.unlink()
+    exported = tmp_path / "hf"
+    assert main(["export", "--from", str(folder_of(whole, 1)), "--output", str(exported)]) == 0
+    for path in (whole / "hf").iterdir():
+        if path.suffix != ".safetensors":
+            assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
+    assert (exported / "chat_template.jinja").read_text() == DATED
+
+
+def test_supervised_training_is_not_resumed_as_another_kind(inputs: Path, whole: Path) -> None:
+    words = ["--rl_config.eval_steps=0"]
+    loaded = load_config(inputs / "small.yaml", words, is_supervised=True)
+    candidate = Candidate(folder_of(whole, STEPS), read_manifest(folder_of(whole, STEPS)))
+    saved = candidate.manifest.identity
+    now = saved.model_copy(update={"config": values_by_key(loaded.config)})
+    with pytest.raises(UserError, match="is of a run of GRPO and cannot be resumed by supervised"):
+        compare(candidate, loaded.config, now)
+
+
+def test_a_folder_of_a_run_that_made_no_step_is_taken_again(inputs: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+
+    def refused(completions: Sequence[str]) -> list[float]:
+        raise ValueError("a mistake")
+
+    with pytest.raises(UserError, match="a mistake"):
+        run(inputs, output, reward=refused)
+    assert (output / "metrics.jsonl").read_text() == ""
+    words = ["--rl_config.eval_steps=0", "--output_dir", str(output)]
+    paths = make_output_paths(load_config(inputs / "small.yaml", words).config, "small", None)
+    assert paths.elsewhere == [
+        f"what an earlier run left before its first step: {output}/earlier_1"
+    ]
+    assert (output / "earlier_1" / "config_resolved.yaml").exists()
+    assert not (output / "metrics.jsonl").exists()
 
 
 def test_adapters_go_on_over_the_same_base_only(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ import numpy as np
 
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.native.library import float32_product
-from mindgrpo.checkpoint.folders import find, folder_of, steps_in
+from mindgrpo.checkpoint.folders import Candidate, find, folder_of, steps_in
 from mindgrpo.checkpoint.format import MANIFEST, Manifest, read_manifest
 from mindgrpo.checkpoint.load import checkpoint_files
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
+from mindgrpo.data.chat_template import ChatTemplate
+from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.models.lora import adapter_names, add_product, factor_box
@@ -76,8 +79,17 @@ def policy_files(folder: Path, manifest: Manifest, base: ModelFiles | None) -> M
     return ModelFiles(folder, {name: parts(name) for name in model.names})
 
 
-def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
-    """Returns the tensors, and the directory whose configuration and tokenizer belong to them. Raises UserError."""
+@dataclass(frozen=True)
+class Source:
+    """What is exported: tensors, the directory whose configuration belongs to them, and the checkpoint if it is one."""
+
+    files: ModelFiles
+    beside: Path
+    checkpoint: Candidate | None = None
+
+
+def open_source(source: Path, model: Path | None) -> Source:
+    """Opens what --from names. Raises UserError."""
     is_checkpoint = (source / MANIFEST).is_file()
     if not is_checkpoint and (source / "hf" / "config.json").is_file():
         source = source / "hf"
@@ -85,7 +97,7 @@ def open_source(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
         return _open_checkpoint(source, model)
     beside = model or source
     read_config(beside)
-    return open_weights(source), beside
+    return Source(open_weights(source), beside)
 
 
 def best_checkpoint(run: Path) -> Path:
@@ -106,10 +118,11 @@ def best_checkpoint(run: Path) -> Path:
     return folder
 
 
-def _open_checkpoint(source: Path, model: Path | None) -> tuple[ModelFiles, Path]:
+def _open_checkpoint(source: Path, model: Path | None) -> Source:
     start = find(str(source), None, "", source)
     assert start is not None
-    folder, manifest = start.candidates[0].folder, start.candidates[0].manifest
+    checkpoint = start.candidates[0]
+    folder, manifest = checkpoint.folder, checkpoint.manifest
     base: Any = manifest.identity.config.get("actor_config.load")
     beside = model or Path(str(base))
     if not (beside / "config.json").is_file():
@@ -125,7 +138,35 @@ def _open_checkpoint(source: Path, model: Path | None) -> tuple[ModelFiles, Path
         raise UserError(
             f"{folder} holds another model than '{beside}'; name the one that its run began with, as --model DIR."
         )
-    return files, beside
+    return Source(files, beside, checkpoint)
+
+
+def own_tokenizer(source: Source, directory: Path | None) -> tuple[Tokenizer, bool] | None:
+    """Returns the tokenizer of a checkpoint's run, and whether its chat template was chosen; None where both are those
+    of its model.
+
+    `directory` has the tokenizer, if it is elsewhere now. Raises UserError.
+    """
+    if source.checkpoint is None:
+        return None if directory is None else (load_tokenizer(directory), False)
+    folder, identity = source.checkpoint.folder, source.checkpoint.manifest.identity
+    stored, named = identity.tokenizer, identity.config.get("rl_config.tokenizer_dir")
+    template = identity.config.get("rl_config.chat_template")
+    if directory is None and not named and template is None:
+        return None
+    directory = directory or Path(str(named or source.beside))
+    if not directory.is_dir():
+        raise UserError(
+            f"The run of {folder} had the tokenizer in '{directory}', which is not there now; name it with "
+            "--tokenizer_dir DIR."
+        )
+    tokenizer = load_tokenizer(directory)
+    if stored is not None and stored.is_chosen and stored.template is not None:
+        own = ChatTemplate(stored.template, f"the chat template of {folder}", stored.turn_end)
+        tokenizer = replace(tokenizer, template=own)
+    else:
+        tokenizer = tokenizer.with_template(template)
+    return tokenizer, template is not None
 
 
 def convert(
@@ -135,12 +176,16 @@ def convert(
     max_shard_bytes: int,
     names: str = "huggingface",
     model: Path | None = None,
+    tokenizer_dir: Path | None = None,
 ) -> list[Path]:
     """Writes the new directory and returns its files. Raises UserError.
 
-    `model` has the config.json and the tokenizer of a checkpoint.
+    `model` has the config.json of a checkpoint and its tokenizer, unless that of the run was another, which is in
+    `tokenizer_dir` if it has been moved.
     """
-    files, beside = open_source(source, model)
+    opened = open_source(source, model)
+    files, beside = opened.files, opened.beside
+    own = own_tokenizer(opened, tokenizer_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' exists and is not an empty folder; choose another --output.")
     is_mindformers = names == "mindformers"
@@ -163,6 +208,8 @@ def convert(
     if is_mindformers:  # its index, beside Hugging Face's
         (target / NAME_MAP_FILE).write_text(json.dumps(writer.weight_map, indent=2) + "\n")
     write_companions(beside, target, dtype)
+    if own is not None:
+        write_tokenizer(own[0], target, with_template=own[1])
     return sorted(target.iterdir())
 
 
@@ -175,8 +222,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
     parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
     parser.add_argument("--model", type=path_of)
+    parser.add_argument("--tokenizer_dir", type=path_of)
     flags = parser.parse_args(list(argv))
     shards = flags.max_shard_bytes
     source = best_checkpoint(flags.source) if flags.best else flags.source
-    for file in convert(source, flags.output, flags.dtype, shards, flags.format, flags.model):
+    places = flags.model, flags.tokenizer_dir
+    for file in convert(source, flags.output, flags.dtype, shards, flags.format, *places):
         print(file)

@@ -66,7 +66,8 @@ USAGE = {
           --environment NAME [--seed N] [--model DIR] ... or talks to an environment by hand, or with a model""",
     "export": """\
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
-          [--best] [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)""",
+          [--best] [--format huggingface|mindformers] [--model DIR]  (config.json and tokenizer for a checkpoint)
+          [--tokenizer_dir DIR]       ... whose run had a tokenizer of its own that has been moved""",
     "report": """\
   report  RUN [RUN2] [--output FILE.html]            one page about a run, or about two side by side""",
     "replay": """\

@@ -21,7 +21,7 @@ from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import ranks_that_see
-from mindgrpo.data.tokenizer import Tokenizer, write_tokenizer
+from mindgrpo.data.tokenizer import Tokenizer, copy_tokenizer, write_tokenizer
 from mindgrpo.errors import UserError, writing
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import read_config
@@ -46,18 +46,7 @@ from mindgrpo.weights.pretrained import open_tensors
 if TYPE_CHECKING:
     from mindgrpo.grpo.roles import TrainedRoles
 
-# What a model directory holds beside weights and config.json.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+GENERATION_FILE = "generation_config.json"
 ALONE = Mesh(1, 1, 1)
 
 
@@ -237,6 +226,7 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
 
 
 def write_companions(source: Path, target: Path, dtype: str) -> None:
+    """Writes what a model directory holds beside weights: config.json, generation settings and the tokenizer."""
     config = dict(read_config(source).raw)
     config.pop("dtype", None)
     config["torch_dtype"] = dtype
@@ -245,6 +235,6 @@ def write_companions(source: Path, target: Path, dtype: str) -> None:
         if key in config:
             config[key] = 0
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COMPANIONS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    if (source / GENERATION_FILE).is_file():
+        shutil.copyfile(source / GENERATION_FILE, target / GENERATION_FILE)
+    copy_tokenizer(source, target)
