@@ -40,6 +40,7 @@ BEFORE = Identity(
     batch={"prompts_per_step": 4},
     unsaved={"reference": "b" * 64},
     held_out="e" * 64,
+    rewards={"spread": 1.0},
     tokenizer=StoredTokenizer(
         directory="model", template="{{ a }}", is_chosen=False, turn_end=None, stop_ids=[2]
     ),
@@ -135,7 +136,13 @@ def test_the_words_of_an_earlier_version_are_understood() -> None:
     model = {"hidden_size": 16, "family": {"qk_norm": None}, "moe": {"num_experts": 4, "old": 1}}
     model |= {"layers": [{"is_local": False, "has_experts": False}]}
     saved = BEFORE.model_copy(
-        update={"config": older, "model": model, "held_out": None, "tokenizer": None}
+        update={
+            "config": older,
+            "model": model,
+            "held_out": None,
+            "tokenizer": None,
+            "rewards": None,
+        }
     )
     assert differences(saved, BEFORE) == []
     lower = saved.model_copy(update={"config": {**older, "rl_config.epsilon_low": 0.1}})
@@ -168,6 +175,7 @@ def test_the_template_matters_where_turns_are_rendered_with_it() -> None:
         ({"config": {"rl_config.eval_steps": 7}}, None),
         ({"config": {"rl_config.beta": 7}}, None),
         ({"held_out": "f" * 64}, "held_out"),
+        ({"rewards": {"another": 1.0}}, "rewards"),
     ],
 )
 def test_scores_are_compared_where_they_are_of_the_same_thing(
@@ -190,6 +198,7 @@ def test_scores_are_compared_where_they_are_of_the_same_thing(
         ({"model": {"hidden_size": 17}}, "model.hidden_size"),
         ({"batch": {"prompts_per_step": 5}}, "batch.prompts_per_step"),
         ({"unsaved": {"reference": "d" * 64}}, "weights.reference"),
+        ({"rewards": {"spread": 0.5}}, "rewards"),
     ],
 )
 def test_other_contents_behind_the_same_settings_are_refused(
@@ -202,7 +211,12 @@ def test_other_contents_behind_the_same_settings_are_refused(
 def test_every_pattern_is_of_a_setting_that_there_is() -> None:
     for pattern in (*IGNORED, *REPORTED, *SCORED):
         # Not live yet, or of contents.
-        if pattern not in ("rl_config.enable_compile_cache", "held_out", "tokenizer."):
+        if pattern not in (
+            "rl_config.enable_compile_cache",
+            "held_out",
+            "tokenizer.",
+            "rewards",
+        ):
             assert any(key.startswith(pattern) for key in LIVE), pattern
     assert {name for key in LIVE for name in key.split(".")} >= IGNORED_NAMES
 

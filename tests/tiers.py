@@ -20,6 +20,7 @@ TESTS, PACKAGE = ROOT / "tests", ROOT / "mindgrpo"
 QUICK: dict[str, tuple[str, ...]] = {
     "test_action_mask": ("policy_wrote[gspo-None]", "by_length"),
     "test_checkpoint_layouts": (),
+    "test_checkpoint_versions": ("of_each_form", "read_and_exported", "as_it_was_read"),
     "test_code_isolation": (),
     "test_code_reward": (),
     "test_config_algorithm": (),

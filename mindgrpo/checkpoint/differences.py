@@ -45,7 +45,8 @@ REPORTED = (
 )
 # What a held-out score depends on, beside the weights.
 SCORED = (
-    *("held_out", "tokenizer.", "reward_config.verifier_function", "rl_config.save_ckpt_best"),
+    *("held_out", "tokenizer.", "rewards", "reward_config.verifier_function"),
+    "rl_config.save_ckpt_best",
     *("rl_config.eval_samples", "rl_config.eval_modes", "rl_config.eval_num_generations"),
     *("rl_config.eval_temperature", "rl_config.eval_top_p", "rl_config.environment"),
     *(
@@ -113,11 +114,23 @@ def differences(saved: Identity, now: Identity) -> list[Difference]:
         for key in sorted(keys):
             if not _agree(was.get(key), is_now.get(key)):
                 changes.append(Difference(f"{title}.{key}", was.get(key), is_now.get(key)))
+    changes += _content_changes(saved, now)
+    if saved.code != now.code:
+        changes.append(Difference("mindgrpo", saved.code, now.code, is_dangerous=False))
+    return changes
+
+
+def _content_changes(saved: Identity, now: Identity) -> list[Difference]:
+    """Lists the differences of what paths and code led to, as far as the checkpoint's version says."""
+    changes = []
     if saved.data != now.data:
         changes.append(Difference("data", saved.data[:12], now.data[:12]))
     if saved.held_out is not None and saved.held_out != now.held_out:
         was, is_now = ((one or "none")[:12] for one in (saved.held_out, now.held_out))
         changes.append(Difference("held_out", was, is_now, is_dangerous=False))
+    # Of functions that are not given in code the configuration has the names.
+    if None not in (saved.rewards, now.rewards) and saved.rewards != now.rewards:
+        changes.append(Difference("rewards", saved.rewards, now.rewards))
     if saved.tokenizer is not None and now.tokenizer is not None:
         # Prompts have been compared; later turns are rendered as the run goes on.
         has_turns = any(now.config.get(f"rl_config.{key}") for key in ("tools", "environment"))
@@ -125,8 +138,6 @@ def differences(saved: Identity, now: Identity) -> list[Difference]:
             was, is_now = (getattr(one.tokenizer, field) for one in (saved, now))
             if was != is_now:
                 changes.append(Difference(f"tokenizer.{field}", was, is_now, is_dangerous))
-    if saved.code != now.code:
-        changes.append(Difference("mindgrpo", saved.code, now.code, is_dangerous=False))
     return changes
 
 

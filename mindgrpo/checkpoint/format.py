@@ -322,7 +322,8 @@ class Identity(ManifestModel):
 
     `config` is every setting by its dotted key; `model` the model's dimensions; `data` and `held_out` are digests of
     the prompts, `held_out` empty without any; `batch` is the arithmetic of a step; `unsaved` has digests of weights
-    that the run only reads, by role. Version 1 has neither `held_out` nor `tokenizer`.
+    that the run only reads, by role; `rewards` has the weights of functions that are given in code, by name. Version 1
+    has none of `held_out`, `tokenizer` and `rewards`.
     """
 
     code: str
@@ -333,6 +334,7 @@ class Identity(ManifestModel):
     unsaved: dict[str, str]
     held_out: str | None = None
     tokenizer: StoredTokenizer | None = None
+    rewards: dict[str, float] | None = None
 
 
 class StoredAdapters(ManifestModel):

@@ -97,9 +97,10 @@ class Session:
         self.num_steps = run.num_steps
         self._record, self._prompts = record, prompts = run.record, run.prompts
         config, inputs, start = run.config, run.inputs, run.start
-        identity = identity_of(config, inputs)
-        if config.rl_config.saves_checkpoints:
-            identity = identity_of(config, inputs, unsaved_digests(config, roles))
+        saves = config.rl_config.saves_checkpoints
+        unsaved = unsaved_digests(config, roles) if saves else None
+        # The first rank alone has the rewards.
+        identity = on_first_rank(run.backend, lambda: identity_of(config, inputs, unsaved))
         chosen = state = None
         self.done = 0
         self.open_row: dict[str, Any] | None = None

@@ -128,6 +128,9 @@ def identity_of(
     # Nothing of the file's words, nor of how the package describes what model_type means.
     del model["raw"], model["family"]
     batch, template = plan.batch, inputs.tokenizer.template
+    rewards, scorer = None, inputs.scorer
+    if scorer is not None and not config.reward_config.verifier_function:
+        rewards = {name: float(own) for name, own in zip(scorer.names, scorer.weights, strict=True)}
     # What they are on this machine and with this model.
     numbers = {DTYPE_KEY: compute_dtype(config), INVARIANT_KEY: plan.batch_invariant}
     return Identity(
@@ -141,6 +144,7 @@ def identity_of(
         },
         unsaved=dict(unsaved or {}),
         held_out=inputs.held_out.fingerprint if inputs.held_out else "",
+        rewards=rewards,
         tokenizer=StoredTokenizer(
             directory=str(tokenizer.directory),
             template=template.text if template else None,
