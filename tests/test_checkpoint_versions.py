@@ -1,7 +1,7 @@
 """Every form of a checkpoint that the package has ever written is read, exported and resumed.
 
-tests/data/checkpoints has a run of each, made by the code of its time (README.md there says how). Does not prove that a
-resumed run computes what the older version would have.
+tests/data/checkpoints has one of each, written by the code of its time (README.md there says how). Does not prove that
+a resumed run computes what the older version would have.
 """
 
 from __future__ import annotations
