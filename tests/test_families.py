@@ -210,9 +210,6 @@ def read(family: str, **raw: Any) -> DecoderConfig:
     return decoder_config({"model_type": family, **fields_of(family), **raw}, "here")
 
 
-PARALLEL = "actor_config.parallel_config"
-
-
 @each_row(
     ("family", "keys", "told"),
     [
@@ -220,16 +217,10 @@ PARALLEL = "actor_config.parallel_config"
         ("qwen3_moe", {}, None),
         ("olmo2", {}, "models of type olmo2"),
         ("deepseek_v3", {}, "models of type deepseek_v3"),
-        ("qwen2", {f"{PARALLEL}.context_parallel": 2}, f"{PARALLEL}.context_parallel 2"),
         (
             "qwen2",
-            {f"{PARALLEL}.model_parallel": 2, f"{PARALLEL}.use_seq_parallel": "true"},
-            f"{PARALLEL}.use_seq_parallel true",
-        ),
-        (
-            "qwen3_moe",
-            {"rl_config.router_aux_loss_coef": 0.01},
-            "rl_config.router_aux_loss_coef 0.01",
+            {"actor_config.parallel_config.context_parallel": 2},
+            "actor_config.parallel_config.context_parallel 2",
         ),
     ],
 )

@@ -29,6 +29,7 @@ from mindgrpo.algorithm.packing import PackedRow
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.dtypes import MatmulPrecision
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY
@@ -100,6 +101,16 @@ def test_logprobs_and_every_gradient_are_those_of_transformers(
     golden: Golden, backend: Backend
 ) -> None:
     check_training(golden, backend, each_in_its_row(golden.rollout))
+
+
+# Those that context.mode 1 trains: one with dense layers, one with experts. Logits would be made in parts.
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_without_compiled_graphs_every_gradient_is_that_of_transformers(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindgrpo.models.pipeline.LOGITS_BYTES", 1 << 10)
+    own = read_golden(family)
+    check_training(own, CpuBackend({}, compiled=False), each_in_its_row(own.rollout))
 
 
 @of_each_kind

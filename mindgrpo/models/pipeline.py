@@ -5,6 +5,7 @@ Activations travel between stages over the backend's links.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import GRAPH_MODE, Tensor, get_context, nn
 
 from mindgrpo.algorithm.packing import Margins, MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
@@ -84,8 +85,12 @@ class StageChunk:
         # What a stage keeps for later it computes once more in any case.
         again = recompute if shard.is_last else KEEP_ALL
 
+        # Without compiled graphs the table, a parameter that a cell with a bprop takes, has a gradient of no shape.
+        is_compiled = get_context("mode") == GRAPH_MODE
+        chunk_bytes = LOGITS_BYTES if is_compiled else sys.maxsize
+
         def with_head(stage: Stage) -> LogProbStage | None:
-            return LogProbStage(stage, shard, temperature, LOGITS_BYTES) if shard.is_last else None
+            return LogProbStage(stage, shard, temperature, chunk_bytes) if shard.is_last else None
 
         self.stage = Stage(shard, num_positions, again, is_causal)
         self.net = with_head(self.stage)
