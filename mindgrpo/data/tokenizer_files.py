@@ -38,6 +38,8 @@ QWEN_SETTINGS = {
     "pad_token": "<|endoftext|>",
     FURTHER_KEY: ["<|im_start|>", "<|im_end|>"],
 }
+# Of tokens that tokenizer_config.json adds; of others the library warns.
+ADDED_KEYS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 FURTHER_TEMPLATES = "additional_chat_templates"
 TOOL_TEMPLATE = "tool_use"
 MAX_ID = 2**31 - 1
@@ -251,7 +253,10 @@ def added_tokens(
     listed = settings.get("added_tokens_decoder")
     try:
         if listed is not None:
-            added = {int(number): AddedToken(**entry) for number, entry in listed.items()}
+            added = {
+                int(number): AddedToken(**{key: entry[key] for key in ADDED_KEYS if key in entry})
+                for number, entry in listed.items()
+            }
             if not all(token.content for token in added.values()):
                 raise ValueError("one is empty")
         else:
