@@ -7,6 +7,7 @@ is JSON with a key twice, half characters, or nesting that no program writes.
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -32,6 +33,16 @@ def no_path(text: str) -> str | None:
     return None
 
 
+def at_home(path: str) -> str:
+    """Expands ~ at the beginning, as a shell does."""
+    return os.path.expanduser(path) if path.startswith("~") else path
+
+
+def looked_at(path: str | Path) -> str:
+    """Says where a path leads from the current folder, for a sentence; nothing of one that says it."""
+    return "" if Path(path).is_absolute() else f" ({Path(path).absolute()})"
+
+
 def is_inside(name: str) -> bool:
     """Returns whether a name in a file stays, by its spelling, in that file's folder; links are the user's own."""
     names = PurePosixPath(name.replace("\\", "/")).parts
@@ -43,7 +54,9 @@ def read_bytes(path: Path, what: str, remedy: str, max_bytes: int = MAX_BYTES) -
     """Reads a file. Raises UserError with `what` and `remedy`: "the configuration" and "give a YAML file." """
     try:
         if not path.is_file():
-            reason = "it is no regular file" if path.exists() else "No such file"
+            reason = "it is no regular file"
+            if not path.exists():
+                reason = f"No such file{looked_at(path)}"
         elif path.stat().st_size > max_bytes:
             reason = f"it has {path.stat().st_size} bytes, and more than {max_bytes} are none"
         else:

@@ -29,9 +29,11 @@ from mindgrpo.errors import UserError
             '{"problem": "x", "target": "1"}',
             'no "question" and no "answer", .* question=problem,answer=target in',
         ),
-        ('{"question": "", "answer": "1"}', "must be a non-empty text"),
-        ('{"question": "x", "answer": ["1"]}', "must be a text or a number"),
-        ('{"question": "x", "answer": true}', "must be a text or a number"),
+        (
+            '{"question": "", "answer": "1"}',
+            'no "question", its keys are question, answer, "question" is empty; name the one',
+        ),
+        ('{"question": " ", "answer": "1"}', "must be a non-empty text"),
         (
             '{"question": "x", "answer": "1", "answers": []}',
             "has a column 'answers', a name under which",

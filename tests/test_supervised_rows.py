@@ -93,7 +93,7 @@ def test_a_system_prompt_stands_before_rows_without_one_of_their_own() -> None:
     [
         ([1], "holds a list; each row must be an object"),
         ({"question": "a"}, 'neither "messages" nor "prompt" and "completion", its keys are quest'),
-        ({"prompt": "a", "completion": ""}, "\"completion\" is ''; it must be a non-empty text"),
+        ({"prompt": "a", "completion": ""}, "its keys are prompt, completion .empty.; name those"),
         ({"messages": [ASK]}, "has no answer of the assistant to learn"),
         ({"prompt": TURNS, "completion": [ASK]}, "has no answer of the assistant to learn"),
     ],

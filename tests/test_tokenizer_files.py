@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from data_sets import MODEL, change, copy_tokenizer
 
-from mindgrpo.data.examples import Message
+from mindgrpo.data.messages import Message
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
 
 ASKED: list[Message] = [{"role": "user", "content": "2 + 3 = ?"}]

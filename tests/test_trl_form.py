@@ -108,7 +108,10 @@ def test_arguments_change_their_keys_of_a_loaded_configuration_and_no_other(tmp_
     [
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"train_dataset": ["a text"]}, "train_dataset: row 0 is 'a text'"),
-        ({"eval_dataset": [{"prompt": object()}]}, "eval_dataset: row 0 cannot be kept as JSON"),
+        (
+            {"eval_dataset": [{"prompt": object()}]},
+            "eval_dataset: row 0: column 'prompt' holds object",
+        ),
         ({"config": {"rl_config": {"max_step": 3}}}, "max_steps"),
         ({"reward_funcs": spread, "reward_functions": [spread]}, "both given"),
         ({"train_dataset": [{"prompt": "a"}]}, "actor_config.load is empty"),

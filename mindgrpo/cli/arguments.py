@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mindgrpo.errors import UserError, one_line
-from mindgrpo.strict_files import no_path
+from mindgrpo.strict_files import at_home, no_path
 
 
 def path(text: str) -> Path:
@@ -17,7 +17,7 @@ def path(text: str) -> Path:
     reason = no_path(text)
     if reason is not None:
         raise argparse.ArgumentTypeError(f"{one_line(text)[:60]!r} is not a path: {reason}")
-    return Path(text)
+    return Path(at_home(text))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from mindgrpo.config.section import BOUNDS, Section, either, kinds
 from mindgrpo.config.supervised import supervised
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
 from mindgrpo.errors import UserError, error_of
-from mindgrpo.strict_files import no_path
+from mindgrpo.strict_files import at_home, no_path
 
 # What a run cannot start without; `plan` and its like can.
 RUN_KEYS: dict[str, str] = {
@@ -65,7 +65,10 @@ def load_config(
     pairs = split_overrides(overrides)
     own = [path] if isinstance(path, str | Path) else path
     entries = read_files(
-        [Path(file) for file in [text for flag, text in pairs if flag == CONFIG] or own]
+        [
+            Path(at_home(str(file)))
+            for file in [text for flag, text in pairs if flag == CONFIG] or own
+        ]
     )
     for name, value in (flags or {}).items():
         _override(entries, key_of(f"--{name}"), value, f"argument {name}")
@@ -211,7 +214,7 @@ def _build(live: dict[str, Sourced]) -> Config:
         section = tree
         for name in sections:
             section = section.setdefault(name, {})
-        section[leaf] = entry.value
+        section[leaf] = _expanded(entry.value)
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -222,6 +225,13 @@ def _build(live: dict[str, Sourced]) -> Config:
                 f"{key} is '{value[:60]}', but {reason}; correct it ({live[key].origin})."
             )
     return config
+
+
+def _expanded(value: object) -> object:
+    """Expands ~/, as a shell does, in a text or a list of texts."""
+    if isinstance(value, list):
+        return [_expanded(one) for one in value]
+    return at_home(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -> Iterator[str]:

@@ -1,24 +1,27 @@
 """Makes examples from rows: the messages of a prompt, its gold answer, and columns for rewards.
 
 `dataset_type` says where the question and the gold answer are, a key map renames other keys. A row without a question
-is an error, one without a gold answer only where a reward asks for it, which the rows do not know. No column is lost:
-one whose name is taken becomes original_NAME.
+is an error, one without a gold answer only where a reward asks for it, which the rows do not know. null, NaN and an
+empty text are no question and no answer. Where two columns could be meant, a prompt that is a list of messages is;
+otherwise the user is asked. No column is lost: one whose name is taken becomes original_NAME.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindgrpo.data.messages import Message, is_answered, messages_of, written_messages
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 
-Message = Mapping[str, Any]
-
 GOLD_MARK = "####"
 DATASET_TYPES = ("gsm8k", "openr1math", "plain")
+# Of these it is known that `answer`, beside any `solution`, is the gold one.
+KNOWN_ANSWERS = ("gsm8k", "openr1math")
 # The worked solution that the gold answer was taken from, where it differs.
 WORKED_COLUMN = "full_answer"
 # Rewards get the completions and the gold answers under these names.
@@ -36,7 +39,6 @@ LIKELY_KEYS = {
     "question": ("problem", "query", "instruction", "input", "conversations"),
     "answer": ("target", "label", "response", "output"),
 }
-ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 MAP_WHERE = "rl_config.dataset_map_keys"
 
 
@@ -45,6 +47,7 @@ class Example:
     """`messages` are the whole prompt, oldest first; the last one asks. `where` is the row's file and line.
 
     `unanswered` is what to do about a row that has no gold answer, if a reward asks for it; "" where it has one.
+    `read_from` says which columns prompt and answer are; "" where that was settled at a conversion.
     """
 
     messages: tuple[Message, ...]
@@ -52,6 +55,7 @@ class Example:
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
     unanswered: str = ""
+    read_from: str = ""
 
     @property
     def question(self) -> str:
@@ -130,22 +134,31 @@ class RowForm:
                 f'{where} holds a {type(row).__name__}; each row must be an object with "question" and "answer"'
             )
         row = self.renamed(row, where)
-        question_key, answer_key = self._question_key(row), self._answer_key(row)
+        row = row | written_messages(row, self.question_keys, where)
+        question_key, answer_key = self._question_key(row, where), self._answer_key(row, where)
         lacking = [] if answer_key else ["answer"]
         if question_key is None:
             missing = " and no ".join(f'"{name}"' for name in (self.question_keys[0], *lacking))
+            empty = "".join(f', "{key}" is empty' for key in self.question_keys if key in row)
             raise UserError(
-                f"{where} has no {missing}, its keys are {', '.join(row) or 'none'}; "
+                f"{where} has no {missing}, its keys are {', '.join(row) or 'none'}{empty}; "
                 f"{remedy(('question', *lacking), row)}"
             )
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')
-        columns = {key: value for key, value in row.items() if key not in (question_key, "answer")}
+        columns = {
+            key: None if is_nan(value) else value
+            for key, value in row.items()
+            if key not in (question_key, "answer")
+        }
+        if not is_missing(columns.pop("question", None)):
+            columns["original_question"] = row["question"]
         is_conversation = isinstance(row[question_key], list)
         if is_conversation:
             if "messages" in columns:
                 columns["original_messages"] = columns["messages"]
             columns["messages"] = [dict(message) for message in messages]
         answer = self._answer(row, answer_key, columns, where) if answer_key else ""
+        unanswered = self._unanswered(row, columns, where) if lacking else ""
         if self.columns is not None:
             kept = [*self.columns, *(["messages"] if is_conversation else [])]
             columns = {key: value for key, value in columns.items() if key in kept}
@@ -155,8 +168,8 @@ class RowForm:
                     f"{where} has a column {name!r}, a name under which rewards get something else; rename it "
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
-        unanswered = f"{remedy(lacking, row)} ({where} has {', '.join(row)})" if lacking else ""
-        return Example(messages, answer, columns, where, unanswered)
+        read_from = self._read_from(row, question_key, answer_key)
+        return Example(messages, answer, columns, where, unanswered, read_from=read_from)
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""
@@ -177,23 +190,72 @@ class RowForm:
         }
         return renamed | values
 
-    def _question_key(self, row: Row) -> str | None:
-        for key in self.question_keys:
-            if key in row and (key != "messages" or isinstance(row[key], list)):
-                return key
-        return None
+    def _question_key(self, row: Row, where: str) -> str | None:
+        keys = [key for key in self.question_keys if not is_missing(row.get(key))]
+        keys = [key for key in keys if key != "messages" or isinstance(row[key], list)]
+        if len(keys) > 1:
+            # A conversation that was answered is no prompt.
+            keys = [key for key in keys if key != "messages" or not is_answered(row[key])]
+        named = [key for key in keys if key in self.key_map]
+        conversations = [key for key in keys if isinstance(row[key], list)]
+        likely = named or conversations or keys
+        for other in likely[1:]:
+            if row[other] != row[likely[0]]:
+                raise two_columns("the prompt", "question", likely[0], other, where)
+        return next(iter(likely), None)
 
-    def _answer_key(self, row: Row) -> str | None:
-        if "answer" in row or self.key_map.get("answer") == "":
+    def _answer_key(self, row: Row, where: str) -> str | None:
+        if self.key_map.get("answer") == "":
             return "answer"
-        return next((key for key in ANSWER_KEYS if is_answer(row.get(key))), None)
+        golds = {
+            key: gold_answer(str(row[key]), self.dataset_type)
+            for key in ANSWER_KEYS
+            if is_answer(row.get(key))
+        }
+        if "answer" in self.key_map or not is_missing(verl_answer(row)):
+            return "answer" if "answer" in golds else None
+        if self.dataset_type in KNOWN_ANSWERS:
+            return next(iter(golds), None)
+        first = next(iter(golds), "")
+        for other, text in golds.items():
+            # A worked solution beside its answer is none by itself.
+            is_longer = len(text.split()) > len(golds[first].split())
+            is_worked = golds[first] in text or (other == "solution" and is_longer)
+            if not is_worked:
+                raise two_columns("the gold answer", "answer", first, other, where)
+        return first or None
+
+    def _unanswered(self, row: Row, columns: dict[str, Any], where: str) -> str:
+        """Says what to do about a row without a gold answer, and keeps what stands in its place."""
+        odd = [key for key in ANSWER_KEYS if not (is_missing(row.get(key)) or is_answer(row[key]))]
+        if not odd:
+            return f"{remedy(['answer'], row)} ({where} has {', '.join(row)})"
+        kept = "original_answer" if odd[0] == "answer" else odd[0]
+        columns[kept] = row[odd[0]]
+        return (
+            f'{where}: "{odd[0]}" is {shown(row[odd[0]])}, but a gold answer is a text or a number: write it as one, '
+            f"or set answer= in {MAP_WHERE} and let a reward read the column {kept}"
+        )
+
+    def _read_from(self, row: Row, question: str, answer: str | None) -> str:
+        """Says which columns prompt and answer are, by the names that the data has for them."""
+        text = f"prompts are {self._own_name(question)!r}"
+        others = [key for key in self.question_keys if key != question and key in row]
+        if others and question not in self.key_map:
+            text += f", not {' or '.join(map(repr, others))}"
+        if answer is None or self.key_map.get("answer") == "":
+            return text
+        is_verl = "answer" not in self.key_map and not is_missing(verl_answer(row))
+        name = f"{VERL_COLUMN}.{VERL_ANSWER}" if is_verl else self._own_name(answer)
+        return f"{text}, gold answers {name!r}"
+
+    def _own_name(self, key: str) -> str:
+        return self.key_map.get(key) or key
 
     def _answer(self, row: Row, key: str, columns: dict[str, Any], where: str) -> str:
         if self.key_map.get("answer") == "":
             return ""
         answer = row[key]
-        if not is_answer(answer):
-            raise UserError(f'{where}: "{key}" is {answer!r}; it must be a text or a number')
         text = str(answer)
         if self.dataset_type == "gsm8k" and GOLD_MARK not in text:
             raise UserError(
@@ -206,11 +268,15 @@ class RowForm:
         return gold
 
 
+def verl_answer(row: Row) -> Any:
+    held = row.get(VERL_COLUMN)
+    return held.get(VERL_ANSWER) if isinstance(held, Mapping) else None
+
+
 def with_verl_answer(row: Row) -> Row:
     """Returns verl's rows with their gold answer as text: JSON where it is no text or number; others as they are."""
-    held = row.get(VERL_COLUMN)
-    gold = held.get(VERL_ANSWER) if isinstance(held, Mapping) else None
-    if gold is None:
+    gold = verl_answer(row)
+    if is_missing(gold):
         return row
     kept = {f"original_{key}" if key == "answer" else key: value for key, value in row.items()}
     return {**kept, "answer": gold if is_answer(gold) else json.dumps(gold, ensure_ascii=False)}
@@ -222,6 +288,8 @@ def at_path(row: Row, source: str, where: str) -> Any:
         return row[source]
     value: Any = row
     for key in source.split("."):
+        if value is None:
+            return None
         if not isinstance(value, Mapping) or key not in value:
             raise UserError(
                 f"{where} has no {source!r}, its keys are {', '.join(row) or 'none'}; correct {MAP_WHERE}"
@@ -230,8 +298,28 @@ def at_path(row: Row, source: str, where: str) -> Any:
     return value
 
 
+def is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def is_missing(value: object) -> bool:
+    return value is None or value == "" or is_nan(value)
+
+
 def is_answer(value: object) -> bool:
-    return isinstance(value, str | int | float) and not isinstance(value, bool)
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return is_plain and not is_missing(value)
+
+
+def shown(value: object) -> str:
+    return f"{str(value)[:60]} ({type(value).__name__})"
+
+
+def two_columns(what: str, name: str, first: str, other: str, where: str) -> UserError:
+    return UserError(
+        f'{where} has two columns that could be {what}, "{first}" and "{other}", and they differ; name the one that is '
+        f"with {name}={first} or {name}={other} in {MAP_WHERE}"
+    )
 
 
 def remedy(names: Sequence[str], row: Row) -> str:
@@ -248,39 +336,3 @@ def likely_key(name: str, row: Row) -> str:
         if outer in row and (not dot or (isinstance(held, Mapping) and inner in held)):
             return path
     return "KEY"
-
-
-def messages_of(value: object, where: str) -> tuple[Message, ...]:
-    """Makes one message of a question, and takes a list of messages as it is. Raises UserError."""
-    if isinstance(value, str) and value.strip():
-        return ({"role": "user", "content": value},)
-    if not isinstance(value, list):
-        raise UserError(f"{where} is {value!r}; it must be a non-empty text or a list of messages")
-    messages = tuple(
-        message_of(message, f"{where} message {number}")
-        for number, message in enumerate(value, start=1)
-    )
-    if not messages:
-        raise UserError(f"{where} is an empty list; it must hold at least one message")
-    last = messages[-1]
-    if last["role"] in ("assistant", "system"):
-        raise UserError(
-            f"{where} ends with the {last['role']} message, which leaves nothing to answer; end it with the user's last"
-        )
-    if not last["content"].strip():
-        raise UserError(f"{where} ends with an empty {last['role']} message; it must ask something")
-    return messages
-
-
-def message_of(value: object, where: str) -> Message:
-    if isinstance(value, Mapping):
-        rest = {key: item for key, item in value.items() if item is not None}
-        role, content = (
-            value.get("role", value.get("from")),
-            value.get("content", value.get("value")),
-        )
-        if isinstance(role, str) and role and isinstance(content, str):
-            for key in ("role", "from", "content", "value"):
-                rest.pop(key, None)
-            return {"role": ROLES.get(role, role), "content": content, **rest}
-    raise UserError(f'{where} is {value!r}; it must be an object with a text "role" and "content"')

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.data.examples import Example, gold_answer, messages_of, single_turn
+from mindgrpo.data.examples import Example, gold_answer, single_turn
+from mindgrpo.data.messages import messages_of
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, parse_json

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
 
-from mindgrpo.data.examples import Example, Message
+from mindgrpo.data.examples import Example
+from mindgrpo.data.messages import Message
 from mindgrpo.data.sources import ALONE, Examples, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
@@ -91,13 +93,14 @@ class PromptForm:
         return f"{len(ids)} tokens" if is_long else Fitted(example, text, ids)
 
     def fit(self, example: Example) -> Fitted | None:
-        """Returns None where the prompt is dropped; raises UserError where a long one is an error."""
-        whole = self.encoded(example)
-        if isinstance(whole, Fitted):
-            return whole
-        if self.overflow == "error":
-            raise self.too_long(example.where, whole)
-        return None if self.overflow == "drop" else self.cut(example)
+        """Returns None where the prompt is dropped; raises UserError, with the row, where a long one is an error."""
+        with naming_row(example):
+            whole = self.encoded(example)
+            if isinstance(whole, Fitted):
+                return whole
+            if self.overflow == "error":
+                raise self.too_long(example.where, whole)
+            return None if self.overflow == "drop" else self.cut(example)
 
     def too_long(self, where: str, length: str) -> UserError:
         return UserError(
@@ -128,6 +131,17 @@ class PromptForm:
             else:
                 beyond = letters
         return replace(best, is_cut=True)
+
+
+@contextmanager
+def naming_row(example: Example) -> Iterator[None]:
+    """Lets a UserError from inside begin with where the example's row is."""
+    try:
+        yield
+    except UserError as error:
+        if not example.where or str(error).startswith(example.where):
+            raise
+        raise UserError(f"{example.where}: {error}") from error
 
 
 def with_question(example: Example, question: str) -> Example:
@@ -196,17 +210,20 @@ class Share:
     cut_indices: list[int]
     column_names: list[str]
     unanswered: str
+    read_from: list[str]
     error: str | None
 
 
 def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) -> Share:
     ids, lengths, indices = array("i"), array("i"), array("i")
     names: dict[str, None] = {}
+    read_from: dict[str, None] = {}
     cut_indices: list[int] = []
     unanswered, error = "", None
     try:
         for index, example in enumerate(examples.read(start, stop), start=start):
             names.update(dict.fromkeys(example.columns))
+            read_from[example.read_from] = None
             unanswered = unanswered or example.unanswered
             fitted = form.fit(example)
             if fitted is not None:
@@ -223,6 +240,7 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
         cut_indices=cut_indices,
         column_names=list(names),
         unanswered=unanswered,
+        read_from=list(filter(None, read_from)),
         error=error,
     )
 
@@ -247,6 +265,7 @@ class PromptSet(Sequence[Prompt]):
         )
         # What to do about the first row without a gold answer, if a reward asks for it.
         self.unanswered = next((share.unanswered for share in shares if share.unanswered), "")
+        self._read_from = dict.fromkeys(text for share in shares for text in share.read_from)
         self._ids = np.concatenate([share.ids for share in shares])
         self._ends = np.cumsum(np.concatenate([share.lengths for share in shares]), dtype=np.int64)
         self._indices = np.concatenate([share.indices for share in shares])
@@ -294,11 +313,12 @@ class PromptSet(Sequence[Prompt]):
         return f"{len(self)} of {len(self.examples)} rows kept"
 
     def report(self) -> str:
-        """Says in one line what became of the rows."""
+        """Says in one line what became of the rows, and which of their columns are prompts and gold answers."""
         rule = f"longer than {self.form.max_prompt_length} tokens"
+        read_from = "".join(f"; {text}" for text in self._read_from)
         return (
             f"{self.kept}, {self.num_dropped} dropped and {self.num_cut} cut ({rule}); the longest one has "
-            f"{self.longest} tokens"
+            f"{self.longest} tokens{read_from}"
         )
 
 

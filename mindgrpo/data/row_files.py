@@ -13,13 +13,16 @@ import decimal
 import io
 import json
 import re
+import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
+
+import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import NotJson, lines_of, parse_json, read_json
@@ -35,6 +38,8 @@ PYARROW = "pyarrow>=20,<26"
 FOOTER_BYTES = 1 << 20
 WRITER = re.compile(rb"parquet-cpp-arrow version (\d+(?:\.\d+)*)")
 PLAIN = (str, int, float, bool, type(None))
+MISSING_IN_PANDAS = ("NAType", "NaTType")
+CHOOSE_COLUMNS = "choose the columns that rewards get with rl_config.dataset_columns"
 
 
 class Rows(Protocol):
@@ -114,9 +119,10 @@ class JsonLines:
                 lines.seek(self._offsets[row])
                 where = f"{self._path}:{self._numbers[row]}"
                 try:
-                    parsed = parse_json(lines.readline())
+                    parsed = parse_json(lines.readline().rstrip())
                 except NotJson as error:
-                    sentence = f"{where} is not a line of JSON: {error}; correct the line"
+                    reason = str(error).replace("(line 1 column", "(column")
+                    sentence = f"{where} is not a line of JSON: {reason}; correct the line"
                     raise UserError(sentence) from error
                 yield where, parsed
 
@@ -186,6 +192,8 @@ def tables_in(content: object) -> list[list[Any]]:
 
 def read_csv(path: Path) -> list[Row]:
     """Reads CSV whose first line names the columns. Every value is text: 007 keeps its zeros. Raises UserError."""
+    # Of the whole process, and by default less than a long text; MindSpore raises it, too.
+    limit = csv.field_size_limit(sys.maxsize)
     try:
         with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
             lines = csv.reader(text, strict=True)
@@ -196,6 +204,8 @@ def read_csv(path: Path) -> list[Row]:
             f"{path} cannot be read as CSV: {error}; write it as UTF-8 with commas between the values and double "
             "quotes around those that hold commas or line ends"
         ) from error
+    finally:
+        csv.field_size_limit(limit)
     if not all(names) or len(set(names)) < max(1, len(names)):
         raise UserError(
             f"{path}:1 has the column names {names}; the first line must name every column, each name once"
@@ -252,9 +262,10 @@ class TableFile:
             group = bisect_right(self._starts, start) - 1
             end = min(stop, self._starts[group + 1], start + ROWS_AT_ONCE)
             table = self._cache.table_of(self, group)
-            rows = table.slice(start - self._starts[group], end - start).to_pylist()
-            for number, row in enumerate(rows, start + 1):
-                where = f"{self._path} row {number}"
+            for number, row in enumerate(
+                rows_of(table.slice(start - self._starts[group], end - start)), start
+            ):
+                where = f"{self._path} row {number + 1}"
                 yield where, plain_row(row, where)
             start = end
 
@@ -317,24 +328,92 @@ def _newer_writer(path: Path) -> str | None:
     return None
 
 
-def plain_row(row: Row, where: str) -> Row:
-    """Makes texts of dates, times and decimals, at any depth. Raises UserError for what rewards cannot get as JSON."""
+def rows_of(table: Any) -> list[Row]:
+    """Returns the rows of an Arrow table; in the place of a value that cannot be converted stands the error."""
+    columns = [cells_of(column) for column in table.columns]
+    if not columns:
+        return [{} for _ in range(table.num_rows)]
+    return [
+        dict(zip(table.column_names, cells, strict=True)) for cells in zip(*columns, strict=True)
+    ]
+
+
+def cells_of(column: Any) -> list[Any]:
+    # At once, which is faster, but where Python's types lose nanoseconds, or fail: years beyond 9999, no UTF-8.
+    try:
+        if "[ns" not in str(column.type):
+            return list(column.to_pylist())
+    except Exception:
+        pass
+    return [cell_of(scalar) for scalar in column]
+
+
+def cell_of(scalar: Any) -> Any:
+    import pyarrow
+
+    kind, types = scalar.type, pyarrow.types
+    if not scalar.is_valid:
+        return None
+    if types.is_struct(kind):
+        return {name: cell_of(held) for name, held in scalar.items()}
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [cell_of(held) for held in scalar.values]
+    try:
+        if not types.is_temporal(kind) or getattr(kind, "unit", None) != "ns":
+            return scalar.as_py()
+        if types.is_duration(kind):
+            return duration(*divmod(scalar.value, 1000))
+        text: str = scalar.cast(pyarrow.string()).as_py()
+        return text.replace(" ", "T", 1)
+    except Exception as error:  # pyarrow's own kinds, and what Python's types raise
+        return error
+
+
+def duration(microseconds: int, nanoseconds: int) -> str:
+    text = str(datetime.timedelta(microseconds=microseconds))
+    if not nanoseconds:
+        return text
+    return f"{text if '.' in text else text + '.000000'}{nanoseconds:03d}"
+
+
+def plain_row(row: Mapping[str, Any], where: str, remedy: str = CHOOSE_COLUMNS) -> Row:
+    """Makes JSON's types of numpy's, and texts of dates, times and decimals, at any depth.
+
+    Raises UserError for what rewards cannot get as JSON.
+    """
+    plain: Row = {}
     for name, value in row.items():
         if isinstance(value, PLAIN):
+            plain[name] = value
             continue
         try:
-            row[name] = json.loads(json.dumps(value, default=as_text))
+            plain[name] = json.loads(json.dumps(value, default=as_plain))
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{where}: column {name!r} holds {error}, which is neither text nor number; choose the columns "
-                "that rewards get with rl_config.dataset_columns"
+                f"{where}: column {name!r} holds {error}, which is neither text nor number; {remedy}"
             ) from error
-    return row
+    return plain
 
 
-def as_text(value: object) -> str:
+def as_plain(value: object) -> Any:
+    if type(value).__name__ in MISSING_IN_PANDAS:
+        return None
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.kind not in "mM":
+            return value.tolist()
+        if isinstance(value, np.ndarray):
+            return list(value)
+        return None if np.isnat(value) else str(value)
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if isinstance(value, decimal.Decimal | datetime.timedelta):
+    if isinstance(value, datetime.timedelta):
+        whole = datetime.timedelta(value.days, value.seconds, value.microseconds)
+        # Those of pandas, which pyarrow gives where it is installed, have nanoseconds.
+        return duration(
+            whole // datetime.timedelta(microseconds=1), getattr(value, "nanoseconds", 0)
+        )
+    if isinstance(value, decimal.Decimal):
         return str(value)
+    if isinstance(value, Exception):
+        raise ValueError(f"a value that cannot be read ({str(value) or type(value).__name__})")
     raise TypeError(type(value).__name__)

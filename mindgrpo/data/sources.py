@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,17 @@ from mindgrpo.data.row_files import (
     read_csv,
 )
 from mindgrpo.errors import UserError
-from mindgrpo.strict_files import is_inside, read_object
+from mindgrpo.strict_files import is_inside, looked_at, read_object
 
 KINDS = ".jsonl, .json, .csv, .parquet, .arrow or .mindrecord"
 SHARD_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".csv")
+# A description of a data set is such a file, too; so only in a folder without others.
+DOCUMENT, DESCRIPTIONS = ".json", ("dataset_info.json", "dataset_infos.json")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+(-[0-9a-f]+)?$|-?\d+$")
 SPLIT_WORDS = ("train", "validation", "valid", "val", "test", "dev", "eval")
+# Entries looked through for folders with data, to name them.
+MOST_LOOKED_THROUGH = 1000
 OF_A_DATA_SET = ("the data set's", "copy the whole directory again")
 
 
@@ -136,8 +141,7 @@ def open_rows(
         cache = TableCache()
         return Blocks([TableFile(file, columns, cache) for file in files])
     if suffix == ".json":
-        rows: Rows = ranks.by_one(lambda: open_json(first))
-        return rows
+        return Blocks([ranks.by_one(partial(open_json, file)) for file in files])
     if suffix == ".csv":
         return Blocks([ListedRows(ranks.by_one(partial(read_csv, file)), file) for file in files])
     if suffix == ".jsonl":
@@ -156,8 +160,8 @@ def data_files(path: str | Path, choice: SplitChoice, key: str) -> list[Path]:
                 f"{key} to the directory in {source.name} that holds its {' or '.join(SHARD_SUFFIXES)} files"
             )
         raise UserError(
-            f"the data set {source} does not exist; set {key} to a {KINDS} file or to a directory of "
-            "Hugging Face datasets"
+            f"the data set {source} does not exist{looked_at(source)}; set {key} to a {KINDS} file or to a directory "
+            "of Hugging Face datasets"
         )
     if choice.name is not None and not source.is_dir():
         raise UserError(
@@ -175,25 +179,31 @@ def files_of(directory: Path, choice: SplitChoice) -> list[Path]:
         directory, choice = directory / choice.choose(splits, directory), FOR_TRAINING
     if (directory / "state.json").is_file():
         return saved_files(directory, choice)
-    shards = [
-        path
-        for folder in (directory, directory / "data")
-        if folder.is_dir()
-        for path in sorted(folder.iterdir())
-        if path.suffix in SHARD_SUFFIXES and path.is_file()
-    ]
+    shards = shards_in(directory, directory / "data")
     kinds = sorted({path.suffix for path in shards})
     if len(kinds) > 1:
         raise UserError(
             f"{directory} holds {' and '.join(kinds)} files; give the folder or the file that holds one kind"
         )
     if not shards:
+        levels = chain.from_iterable(map(directory.glob, ("*", "*/*", "*/*/*")))
+        inner = islice(levels, MOST_LOOKED_THROUGH)
+        holding = [str(path) for path in sorted(inner) if shards_in(path)]
+        instead = f"give {' or '.join(holding)}" if holding else "give such a directory or a file"
         raise UserError(
             f"the directory {directory} holds no data: neither what save_to_disk of Hugging Face datasets writes "
-            f"nor {', '.join(SHARD_SUFFIXES)} files, there or in data/; give such a directory or a file"
+            f"nor {', '.join(SHARD_SUFFIXES)} or {DOCUMENT} files, there or in data/; {instead}"
         )
     split = choice.choose(sorted(set(map(split_of, shards))), directory)
     return [path for path in shards if split_of(path) == split]
+
+
+def shards_in(*folders: Path) -> list[Path]:
+    """Lists the files of rows in those of `folders` that exist, in their order."""
+    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
+    files = [path for path in files if path.is_file() and path.name not in DESCRIPTIONS]
+    shards = [path for path in files if path.suffix in SHARD_SUFFIXES]
+    return shards or [path for path in files if path.suffix == DOCUMENT]
 
 
 def saved_files(directory: Path, choice: SplitChoice) -> list[Path]:

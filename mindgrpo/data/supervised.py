@@ -17,12 +17,14 @@ import numpy as np
 from mindgrpo.algorithm.sample import STOPPED, Sample
 from mindgrpo.data.examples import (
     ANSWER_KEYS,
+    MAP_WHERE,
     Example,
-    Message,
     RowForm,
     is_answer,
-    message_of,
+    is_missing,
+    two_columns,
 )
+from mindgrpo.data.messages import Message, message_of, without_nulls, written_messages
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
@@ -53,7 +55,11 @@ class SupervisedRowForm(RowForm):
         if not isinstance(row, dict):
             raise UserError(f"{where} holds a {type(row).__name__}; each row must be an object.")
         row = self.mapped(row, where)
-        messages, first = self._conversation(row, where)
+        names = [f"{key} (empty)" if is_missing(value) else key for key, value in row.items()]
+        row = {key: value for key, value in row.items() if not is_missing(value)}
+        keys = (*self.question_keys, *CONVERSATION_KEYS, *COMPLETION_KEYS)
+        row |= written_messages(row, keys, where)
+        messages, first, read_from = self._conversation(row, where, names)
         if not any(m["role"] == "assistant" and m["content"].strip() for m in messages[first:]):
             raise UserError(
                 f"{where} has no answer of the assistant to learn; give its conversation one, or leave the row out."
@@ -61,22 +67,46 @@ class SupervisedRowForm(RowForm):
         tools = row.get("tools") or []
         if not isinstance(tools, list):
             raise UserError(f'{where}: "tools" is {tools!r:.60}; it must be a list of schemas.')
-        return SupervisedExample(messages, "", {"tools": tools}, where, first_learned=first)
+        columns = {"tools": without_nulls(tools)}
+        return SupervisedExample(
+            messages, "", columns, where, read_from=read_from, first_learned=first
+        )
 
-    def _conversation(self, row: Row, where: str) -> tuple[tuple[Message, ...], int]:
-        question = self._question_key(row)
-        answer = next((key for key in COMPLETION_KEYS if key in row), None)
+    def _conversation(
+        self, row: Row, where: str, names: Sequence[str]
+    ) -> tuple[tuple[Message, ...], int, str]:
+        """Returns the messages, the number of those that are given, and which columns they are, of all `names`."""
+        answer = self._completion_key(row, where)
+        question = None if answer is None else self._question_key(row, where)
         whole = next((key for key in CONVERSATION_KEYS if isinstance(row.get(key), list)), None)
-        if question not in (None, *CONVERSATION_KEYS) and answer is not None:
+        is_pair = question not in (None, *CONVERSATION_KEYS) and answer is not None
+        if whole is not None and is_pair and not {question, answer} & self.key_map.keys():
+            if whole not in self.key_map:
+                raise UserError(
+                    f'{where} has two conversations to learn, "{whole}" and "{question}" with "{answer}"; name the '
+                    f"one that is meant with {whole}={whole} or completion={answer} in {MAP_WHERE}."
+                )
+            is_pair = False
+        if question is not None and answer is not None and is_pair:
             asked = _messages(row[question], "user", f'{where}: "{question}"')
             completion = _messages(row[answer], "assistant", f'{where}: "{answer}"')
-            return (*asked, *completion), len(asked)
+            read_from = f"prompts are {question!r}, completions {answer!r}"
+            return (*asked, *completion), len(asked), read_from
         if whole is not None:
-            return _messages(row[whole], "user", f'{where}: "{whole}"'), 0
+            messages = _messages(row[whole], "user", f'{where}: "{whole}"')
+            return messages, 0, f"conversations are {whole!r}"
         raise UserError(
-            f'{where} has neither "messages" nor "prompt" and "completion", its keys are {", ".join(row) or "none"}; '
+            f'{where} has neither "messages" nor "prompt" and "completion", its keys are {", ".join(names) or "none"}; '
             "name those that hold them with prompt=KEY,completion=KEY in rl_config.dataset_map_keys."
         )
+
+    def _completion_key(self, row: Row, where: str) -> str | None:
+        keys = [key for key in COMPLETION_KEYS if key in row]
+        named = [key for key in keys if key == COMPLETION_KEYS[0] or key in self.key_map]
+        for other in [] if named else keys[1:]:
+            if row[other] != row[keys[0]]:
+                raise two_columns("the completion", COMPLETION_KEYS[0], keys[0], other, where)
+        return next(iter(named or keys), None)
 
 
 def _messages(value: object, role: str, where: str) -> tuple[Message, ...]:

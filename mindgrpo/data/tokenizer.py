@@ -31,7 +31,7 @@ from mindgrpo.data.chat_template import (
     render_chat,
     shipped_names,
 )
-from mindgrpo.data.examples import Message
+from mindgrpo.data.messages import Message
 from mindgrpo.errors import UserError
 from mindgrpo.strict_files import read_json, read_object, read_text
 

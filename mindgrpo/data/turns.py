@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindgrpo.data.examples import Message
+from mindgrpo.data.messages import Message
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
 

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from mindgrpo.data.examples import message_of
+from mindgrpo.data.messages import message_of
 from mindgrpo.environments.packages import PACKAGES
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import BadResult, as_float

@@ -16,7 +16,8 @@ import numpy as np
 
 from mindgrpo.algorithm.sample import FAILED, LENGTH, MAX_TURNS, STOPPED, Request, Sample
 from mindgrpo.backend.rank_consistency import on_one_rank
-from mindgrpo.data.examples import Example, Message
+from mindgrpo.data.examples import Example
+from mindgrpo.data.messages import Message
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix

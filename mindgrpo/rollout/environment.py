@@ -10,7 +10,7 @@ import numpy as np
 
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.examples import Message
+from mindgrpo.data.messages import Message
 from mindgrpo.data.prompts import Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix

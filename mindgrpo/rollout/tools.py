@@ -8,7 +8,7 @@ from typing import Any
 
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
-from mindgrpo.data.examples import Message
+from mindgrpo.data.messages import Message
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError

@@ -13,6 +13,7 @@ from typing import Any
 from mindgrpo.backend.kernels.native.library import cache_directory, make_cache_directory
 from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.config.names import suggestion
+from mindgrpo.data.row_files import plain_row
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.load import reference_to
@@ -98,15 +99,12 @@ def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
             raise UserError(
                 f'{name}: row {number} is {row!r:.60}; give rows such as {{"prompt": "...", "answer": "..."}}.'
             )
-        try:
-            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{name}: row {number} cannot be kept as JSON: {error}; leave such columns out."
-            ) from None
+        plain = plain_row(row, f"{name}: row {number}", "leave such columns out.")
+        lines.append(json.dumps(plain, ensure_ascii=False) + "\n")
     if not lines:
         raise UserError(f"{name} has no rows; give at least one.")
-    content = "".join(lines).encode()
+    # What is no UTF-8 is refused with its row when it is read.
+    content = "".join(lines).encode("utf-8", "surrogatepass")
     folder = cache_directory() / "data_sets"
     path = folder / f"{name}-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
     if not path.exists():
