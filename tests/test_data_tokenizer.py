@@ -149,7 +149,7 @@ def test_older_lists_of_added_tokens_are_read(older: Path) -> None:
 def test_files_that_do_not_belong_together_are_refused(older: Path) -> None:
     change(older / "tokenizer_config.json", added_tokens_decoder={"300": added("<|im_end|>")})
     with pytest.raises(
-        UserError, match=r"<\|im_end\|> in .* has the id 300, but after vocab.json comes 259"
+        UserError, match=r"<\|im_end\|> in .* has the id 300, but the tokenizer gives it 259"
     ):
         load_tokenizer(older)
     (older / "tokenizer_config.json").unlink()

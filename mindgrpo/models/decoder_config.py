@@ -24,7 +24,7 @@ from mindgrpo.models.families import (
     ExpertScores,
     Family,
 )
-from mindgrpo.strict_files import read_object
+from mindgrpo.strict_files import looked_at, read_object
 
 MAX_CONFIG_BYTES = 1 << 20
 # Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.
@@ -35,6 +35,7 @@ YARN_FACTORS = (
     *("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "original_max_position_embeddings",
 )
+ROPE_NAMES = ("rope_type", "type", "rope_theta")
 # The one way of routing in groups that is computed.
 GROUPED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -182,14 +183,21 @@ def read_config(directory: str | Path) -> DecoderConfig:
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
         download = ""
+        where = looked_at(directory)
         if HUB_ID.fullmatch(str(directory)) and not Path(directory).parent.exists():
             folder = Path(directory).name
             download = (
                 f"run 'hf download {directory} --local-dir {folder}' for a model of the hub and "
             )
         raise UserError(
-            f"The model directory '{directory}' does not exist; {download}give a Hugging Face directory "
+            f"The model directory '{directory}' does not exist{where}; {download}give a Hugging Face directory "
             "(config.json, *.safetensors, tokenizer.json) in actor_config.load."
+        )
+    adapter = path.with_name("adapter_config.json")
+    if adapter.is_file():
+        raise UserError(
+            f"'{directory}' holds a LoRA adapter ({adapter.name}), which is not read; merge it into its model, as "
+            "merge_and_unload and save_pretrained of the PEFT library do, and set actor_config.load to that."
         )
     if not path.exists():
         raise UserError(
@@ -455,12 +463,30 @@ def _rope(
         rope = rope.get(layers, rope)
     if not isinstance(rope, Mapping):
         raise UserError(f"{where}: rope_parameters is {rope!r}, but must be an object.")
+    for name in ("partial_rotary_factor", "rotary_pct"):
+        share = rope.get(name, raw.get(name))
+        if share not in (None, 1):
+            raise UserError(
+                f"{where}: {name} is {share!r}, but only rotary positions of whole heads are computed here."
+            )
     base = rope if "rope_theta" in rope else {"rope_theta": raw.get(key)}
-    scaling = rope or (raw.get("rope_scaling") if layers == FULL else None)
-    scaling = _rope_scaling(scaling, where, takes_yarn)
+    scaling = _rope_scaling(rope, where, takes_yarn)
+    if layers == FULL and raw.get("rope_scaling"):
+        earlier = _rope_scaling(raw["rope_scaling"], where, takes_yarn)
+        has_type = not {"rope_type", "type"}.isdisjoint(rope)
+        if has_type and _without_names(earlier) != _without_names(scaling):
+            raise UserError(
+                f"{where}: rope_scaling is {raw['rope_scaling']!r} and rope_parameters {dict(rope)!r}, two scalings of "
+                "the same positions; remove the one that this model was not trained with."
+            )
+        scaling = earlier
     if scaling is not None and layers == LOCAL:
         raise UserError(f"{where}: rope_parameters scales {LOCAL}, which is not computed here.")
     return _number(base, "rope_theta", where), scaling
+
+
+def _without_names(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key: value for key, value in (scaling or {}).items() if key not in ROPE_NAMES}
 
 
 def _yarn_scale(scaling: Mapping[str, Any] | None) -> float:
@@ -485,8 +511,11 @@ def _rope_scaling(scaling: Any, where: str, takes_yarn: bool) -> Mapping[str, An
         return None
     computed = "yarn" if takes_yarn else "llama3"
     if kind != computed:
+        original = scaling.get("original_max_position_embeddings")
+        below = f" if your sequences stay below {original} tokens" if original else ""
         raise UserError(
-            f"{where}: rope_scaling type '{kind}' is not computed here; only '{computed}' and none are."
+            f"{where}: rope_scaling type '{kind}' is not computed here, only '{computed}' and none are; use a model "
+            f"without it, or remove rope_scaling{below}, where it only lengthens what the weights were trained for."
         )
     changed = [key for key in ("attention_factor", "truncate") if scaling.get(key) is not None]
     if takes_yarn and changed:

@@ -79,6 +79,10 @@ class Inputs:
         """Returns what the policy gets to read first."""
         return self.prompts[0].text if self.trial is None else self.trial.text
 
+    def prompt_lines(self) -> list[str]:
+        """Returns the first prompt, whole, as Python shows its lines: with spaces and line ends."""
+        return [repr(line) for line in self.first_prompt.splitlines(keepends=True)]
+
     def data_lines(self) -> list[str]:
         """Says how many rows were kept, dropped and cut, and how long prompts are."""
         if self.trial is None:
@@ -175,7 +179,9 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfi
     """Raises UserError where the reference's model, of other shapes, does not read the run's tokens."""
     directory = config.reference_load
     known = load_tokenizer(directory).codec.get_vocab(with_added_tokens=True)
-    own = tokenizer.codec.get_vocab(with_added_tokens=True)
+    vocabulary = tokenizer.codec.get_vocab(with_added_tokens=True).items()
+    # What the policy cannot read or write is in no sample.
+    own = {token: number for token, number in vocabulary if number < tokenizer.num_known}
     differing = sorted(token for token, number in own.items() if known.get(token) != number)
     if differing:
         token = differing[0]
@@ -183,22 +189,18 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfi
             f"ref_config.load '{directory}' has another tokenizer than the policy: token {token!r} is {own[token]} "
             f"here and {known.get(token)} there; name a model with the same tokenizer."
         )
-    if tokenizer.vocab_size > teacher.vocab_size:
+    largest = max(own.values(), default=0)
+    if largest >= teacher.vocab_size:
         raise UserError(
             f"ref_config.load '{directory}' knows {teacher.vocab_size} tokens (vocab_size), but the tokenizer has ids "
-            f"up to {tokenizer.vocab_size - 1}; name a model with the same tokenizer."
+            f"up to {largest}; name a model with the same tokenizer."
         )
 
 
 def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
-    """Reads the tokenizer, with the configuration's chat template."""
-    tokenizer = load_tokenizer(config.tokenizer_dir)
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(
-            f"The tokenizer in '{config.tokenizer_dir}' has ids up to {tokenizer.vocab_size - 1}, but the model's "
-            f"vocab_size is {model.vocab_size}; set rl_config.tokenizer_dir to the model's own tokenizer."
-        )
-    return tokenizer.with_template(config.rl_config.chat_template)
+    """Reads the tokenizer, with the configuration's chat template, to write prompts that the model can read."""
+    tokenizer = load_tokenizer(config.tokenizer_dir, model_directory=config.actor_config.load)
+    return tokenizer.known_to(model.vocab_size).with_template(config.rl_config.chat_template)
 
 
 def held_out_prompts(

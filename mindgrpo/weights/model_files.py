@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from mindgrpo.backend.dtypes import Dtype, bits_of, numpy_dtype
 from mindgrpo.errors import UserError, writing
 from mindgrpo.parallel.sharding import Box
-from mindgrpo.strict_files import is_inside, read_object
+from mindgrpo.strict_files import is_inside, looked_at, read_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -180,7 +180,7 @@ class SafetensorsDirectory(ModelFiles):
         path = Path(directory)
         if not path.is_dir():
             raise UserError(
-                f"the model directory {path} does not exist; give a Hugging Face directory "
+                f"the model directory {path} does not exist{looked_at(path)}; give a Hugging Face directory "
                 f"with config.json and {SINGLE_FILE}."
             )
         single = path / SINGLE_FILE

@@ -27,6 +27,9 @@ from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 # By a tensor that they alone have: layers behind the model's that predict further tokens, which are not read.
 OF_FURTHER_TOKENS = "eh_proj.weight"
+# Of tied weights the files may hold both names.
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+ROWS_COMPARED = 4096
 FP8_SCALE = ".weight_scale_inv"
 
 
@@ -69,8 +72,9 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
         for name in files.names
         if not name.endswith(COMPUTED_SUFFIXES) and not name.startswith(unread)
     }
-    if "lm_head.weight" not in wanted:
-        present.discard("lm_head.weight")
+    has_second_head = HEAD not in wanted and HEAD in present
+    if has_second_head:
+        present.discard(HEAD)
     missing = [name for name in wanted if name not in present]
     if missing:
         raise UserError(
@@ -90,7 +94,23 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
                 f"{list(shape)}; restore the directory from its source."
             )
         files.check_dtype(name)
+    if has_second_head:
+        _check_tied(files, str(directory))
     return files
+
+
+def _check_tied(files: ModelFiles, directory: str) -> None:
+    """Raises UserError where the matrix of logits is not the one of embeddings, though config.json makes them one."""
+    rows, columns = files.shape(EMBEDDINGS)
+    is_alike = files.shape(HEAD) == (rows, columns)
+    for start in range(0, rows, ROWS_COMPARED):
+        box = Box((start, 0), (min(rows, start + ROWS_COMPARED), columns))
+        if not is_alike or not np.array_equal(files.read(HEAD, box), files.read(EMBEDDINGS, box)):
+            raise UserError(
+                f"'{directory}' has a {HEAD} that differs from {EMBEDDINGS} (rows {start} to {box.stop[0] - 1}), "
+                "but its config.json says tie_word_embeddings, as if they were one; set that to false, or remove "
+                f"{HEAD} if the model was trained without it."
+            )
 
 
 def load_weights(weights: Weights, directory: str | Path) -> None:
