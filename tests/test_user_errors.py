@@ -169,6 +169,7 @@ def test_the_example_with_a_sound_model_is_accepted(
         "layouts",
         "memory",
         "data",
+        "prompt",
         "rewards",
     ]
     assert lines[0].endswith(" epochs of 2000 prompts) on 8 ranks")
@@ -261,7 +262,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_told(
         for name, shape in shapes.items():
             writer.add(name, np.zeros(shape, np.float32))
     sentence = refused("--actor_config.load", str(small))
-    for part in (str(small), "vocab_size is 67", "tokenizer_dir"):
+    for part in (str(small), "train.jsonl:1: ", "the model has 67 (vocab_size)", "tokenizer_dir"):
         assert part in sentence
 
 

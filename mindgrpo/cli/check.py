@@ -158,6 +158,7 @@ def summary(files: Sequence[Path], inputs: Inputs, notices: Sequence[str] = ()) 
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
         "data": inputs.data_lines(),
+        "prompt": inputs.prompt_lines(),
         "rewards": [", ".join(rewards)],
         "notes": [*notices, *inputs.notes],
     }

@@ -117,11 +117,6 @@ class Console:
                 self.line(f"  {self._bold(head.ljust(margin))}  {text}")
         self.line(self._bold("─" * self._width))
 
-    def shortened(self, text: str, margin: int = 13) -> str:
-        """Returns the part of the text that fits on one line beside a margin."""
-        room = self._width - margin
-        return text if len(text) <= room else text[: room - 1] + "…"
-
     def _wrapped(self, text: str, margin: int) -> list[str]:
         """Wraps a line that does not fit, without breaking paths, so that they can be copied."""
         room = max(self._width - margin, 20)

@@ -141,7 +141,7 @@ class RunRecord:
     def banner(self, inputs: Inputs, notes: Sequence[str] = ()) -> None:
         sections = run_sections(self._loaded, inputs, self._backend)
         sections["run"].append(str(self.directory))
-        sections["prompt"] = [self.console.shortened(repr(inputs.first_prompt))]
+        sections["prompt"] = inputs.prompt_lines()
         sections["elsewhere"] = self._paths.elsewhere
         sections["notes"] = [*notes, *self._loaded.notices]
         self.console.banner(f"mindgrpo {mindgrpo.__version__}", sections)
