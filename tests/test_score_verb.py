@@ -63,6 +63,26 @@ def test_gold_answers_stand_in_for_completions(capsys: pytest.CaptureFixture[str
     assert len([line for line in said.splitlines() if line.endswith("1.000")]) == 5
 
 
+def test_missing_golds_are_empty_texts_and_the_column_of_golds_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    rows = [{"completion": c, "answer": a, "solution": "s"} for c, a in (("4", "4"), ("nan", None))]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "same.py").write_text(
+        "def same(completions, answers):\n"
+        "    return [float(c == a) for c, a in zip(completions, answers)]\n"
+    )
+    said = said_by(capsys, "--reward", f"{tmp_path}/same.py:same", "--data", str(path))
+    assert "gold answers are 'answer', not 'solution'" in said
+    assert "same: mean 0.5000 of 2" in said
+    path.write_text(
+        '{"completion": "None", "answer": null}\n{"completion": "nan", "answer": NaN}\n'
+    )
+    said = said_by(capsys, "--reward", f"{tmp_path}/same.py:same", "--data", str(path))
+    assert "same: mean 0.0000 of 2" in said
+
+
 def test_a_function_of_the_users_and_what_it_prints(
     capsys: pytest.CaptureFixture[str], reward: str
 ) -> None:

@@ -15,7 +15,14 @@ from typing import Any
 from mindgrpo.cli.arguments import Arguments, naming
 from mindgrpo.cli.arguments import path as path_of
 from mindgrpo.config import memory_bytes
-from mindgrpo.data.examples import ANSWER_KEYS, MAP_WHERE, Example, RowForm, parse_key_map
+from mindgrpo.data.examples import (
+    ANSWER_KEYS,
+    MAP_WHERE,
+    Example,
+    RowForm,
+    is_missing,
+    parse_key_map,
+)
 from mindgrpo.data.mindrecord import read_mindrecord
 from mindgrpo.data.row_files import ListedRows, Row, Rows
 from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
@@ -181,6 +188,9 @@ def trial_of(
         completion = "completion" if "completion" in keys else answer
         if completion == answer:
             note = f"; without a column 'completion', {answer!r} is scored as if it were one"
+    others = [key for key in ANSWER_KEYS if key in keys and key != answer]
+    if others and has_answers:
+        note += f"; gold answers are {answer!r}, not {' or '.join(map(repr, others))}"
     named = {"completion": completion} | ({"answer": answer} if has_answers else {})
     for option, name in named.items():
         if any(name not in row for row in rows):
@@ -196,16 +206,20 @@ def trial_of(
             columns.setdefault(name, columns.get(key, []))
     if completion == answer or "messages" not in columns:
         columns["messages"] = [
-            [{"role": "assistant", "content": str(row[completion])}] for row in rows
+            [{"role": "assistant", "content": text_of(row[completion])}] for row in rows
         ]
     columns.setdefault("question", columns.get("problem", columns.get("prompts", [""] * len(rows))))
     return ScoreTrial(
-        [str(row[completion]) for row in rows],
-        [str(row.get(answer, "")).rpartition(GOLD_MARK)[2].strip() for row in rows],
+        [text_of(row[completion]) for row in rows],
+        [text_of(row.get(answer)).rpartition(GOLD_MARK)[2].strip() for row in rows],
         columns,
         note,
         "" if has_answers else "name the column of the answers with --answer-column",
     )
+
+
+def text_of(value: Any) -> str:
+    return "" if is_missing(value) else str(value)
 
 
 def show(trial: ScoreTrial, scorer: Scorer) -> None:

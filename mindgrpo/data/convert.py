@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mindgrpo.data.examples import Example
@@ -31,11 +31,13 @@ class ConversionReport:
     dropped: int = 0
     cut: int = 0
     longest: int = 0
+    read_from: dict[str, None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return (
             f"{self.kept} of {self.rows} rows kept, {self.dropped} dropped and {self.cut} cut (too long), the longest "
             f"prompt has {self.longest} tokens; written to {self.target}"
+            f"{''.join(f'; {text}' for text in self.read_from)}"
         )
 
 
@@ -79,6 +81,7 @@ def fitting(
     examples: Examples, form: PromptForm, report: ConversionReport, advance: Advance
 ) -> Iterator[Example]:
     for example in examples:
+        report.read_from |= dict.fromkeys(filter(None, [example.read_from]))
         fitted = form.fit(example)
         if fitted is None:
             report.dropped += 1
