@@ -41,8 +41,10 @@ PROGRAMS = {
     "config/command_line.py": "eval",
     "config/reference.py": "config",
     "doctor/examine.py": "doctor",
+    "models/decoder_config.py": "export",
     "report/write.py": "report",
     "rollout/vllm/install.py": "engine",
+    "run/start.py": "export",
 }
 PAGE = re.compile(r"\b(?:docs|scripts|examples)/[\w/.-]+\w")
 COMMAND = re.compile(r"(?:python -m mindgrpo|`mindgrpo) (\w+)")
