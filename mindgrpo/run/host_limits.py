@@ -14,7 +14,7 @@ import psutil
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.checkpoint.folders import Start, steps_in
 from mindgrpo.checkpoint.save import SPARE_BYTES
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes
@@ -48,7 +48,7 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
     needed = ranks * (most + RANK_BYTES)
     host = psutil.virtual_memory()
     what = (
-        f"{ranks} ranks need some {format_bytes(needed)} of memory at their peak, and this machine has "
+        f"{counted(ranks, 'rank')} need some {format_bytes(needed)} of memory at their peak, and this machine has "
         f"{format_bytes(host.total)}, {format_bytes(host.available)} of it free"
     )
     remedy = "use fewer ranks, a smaller model, or more machines (python -m mindgrpo plan shows what takes it)"
