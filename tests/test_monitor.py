@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.errors import UserError
 from mindgrpo.monitor import run_directory
@@ -206,6 +207,25 @@ def test_a_policy_that_has_diverged_draws_that_hint_and_none_that_would_mislead(
         "KL to the reference is 9.8",
         "54% of the positions that the update computes are padding",
     ]
+
+
+@each_row(
+    ("figures", "hint"),
+    [
+        ({"environment/turns": 1.0, "truncated_fraction": 0.41}, "41% of the conversations ended"),
+        ({"tools/turns": 1.2, "truncated_fraction": 0.95}, "95% of the conversations ended"),
+        ({"environment/turns": 2.4, "truncated_fraction": 0.41}, ""),
+        ({"environment/turns": 1.0, "truncated_fraction": 0.1}, ""),
+        ({"truncated_fraction": 0.41}, ""),
+    ],
+)
+def test_conversations_without_room_for_their_second_turn_draw_one_hint(
+    figures: dict[str, float], hint: str
+) -> None:
+    stream = io.StringIO()
+    Console(True, stream).step_line(a_step(1) | figures)
+    assert stream.getvalue().count("hint: ") == bool(hint)
+    assert hint in stream.getvalue()
 
 
 def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prompts() -> None:
