@@ -10,6 +10,7 @@ from typing import Any
 
 from mindgrpo.config.names import aliases, suggestion
 from mindgrpo.errors import UserError
+from mindgrpo.run.trl_fields import TRLFields
 
 # TRL counts these in updates, of which a rollout has num_iterations.
 IN_UPDATES = ("max_steps", "eval_steps", "save_steps", "ref_model_sync_steps")
@@ -30,14 +31,13 @@ LORA_OTHERS: Mapping[str, Sequence[Any]] = {
 ALL_LINEAR = "all-linear"
 
 
-class GRPOConfig:
+class GRPOConfig(TRLFields):
     """Holds settings by TRL's names, for `GRPOTrainer(args=...)`; `values` has them by key of the configuration.
 
     Fields that are left out have the defaults of this package. Raises UserError with all fields that cannot be taken.
     """
 
-    def __init__(self, output_dir: str | None = None, **fields: Any) -> None:
-        fields = {"output_dir": output_dir} | fields
+    def take(self, fields: dict[str, Any]) -> None:
         keys = aliases().taken_from_trl
         refused = [name for name in fields if name not in keys]
         if refused:
