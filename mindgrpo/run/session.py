@@ -63,10 +63,10 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     """Opens a run on all ranks together and shows the banner. Raises UserError, on all ranks alike."""
     launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
     loaded = config if isinstance(config, Loaded) else config_with(config, {})
-    config = loaded.config
-    context, rl = config.context, config.rl_config
-    settings = runtime_settings(config)
-    backend = connect(context.target, dict(os.environ), settings)
+    settings = runtime_settings(loaded.config)
+    backend = connect(loaded.config.context.target, dict(os.environ), settings)
+    loaded = loaded.on_ranks(backend.world_size)
+    config, rl = loaded.config, loaded.config.rl_config
     check_same_start(config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     on_first_rank(backend, lambda: check_installed(loaded.config.monitor_config.trackers))
