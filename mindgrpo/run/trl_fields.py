@@ -55,7 +55,6 @@ class TRLFields:
         bf16: bool | None = None,  # context.compute_dtype
         fp16: bool | None = None,  # context.compute_dtype
         model_init_kwargs: dict[str, Any] | str | None = None,  # context.compute_dtype
-        torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None,  # context.compute_dtype
         cast_lm_head_to_fp32: bool = False,  # context.fp32_lm_head
         vllm_importance_sampling_correction: bool | None = None,  # rl_config.importance_sampling_correction
         vllm_importance_sampling_mode: str | None = None,  # rl_config.importance_sampling_correction
@@ -92,10 +91,8 @@ class TRLFields:
         adam_beta2: float = 0.95,  # actor_config.optimizer.adam_beta2
         gradient_checkpointing: bool = False,  # actor_config.recompute_config.recompute
         activation_checkpointing: bool | None = None,  # actor_config.recompute_config.recompute
-        use_peft: int | None = None,  # actor_config.lora.rank
         use_cpu: bool | None = None,  # context.device_target
         no_cuda: bool | None = None,  # context.device_target
-        dataset_config: str | None = None,  # rl_config.dataset_file
         num_generations_eval: int = 1,  # rl_config.eval_num_generations
         eval_on_start: bool = True,  # rl_config.eval_on_start
         num_train_epochs: float | None = None,  # rl_config.epochs
