@@ -206,6 +206,12 @@ def test_functions_in_trls_form_are_tried_with_messages(
         assert f"words: mean {mean} of 1; no failures" in said
     told = said_by(capsys, *words, status=2)
     assert "completions are texts here: set --completions to messages" in told
+    config = tmp_path / "run.yaml"
+    config.write_text("reward_config:\n  completions: messages\n")
+    words += ["--config", str(config)]
+    assert "words: mean 4.0000 of 1; no failures" in said_by(capsys, *words)
+    # The flag wins.
+    assert "texts here" in said_by(capsys, *words, "--completions", "text", status=2)
 
 
 GAME = """
