@@ -144,6 +144,7 @@ setup(
     package_data={
         "mindgrpo": [
             "py.typed",
+            "__init__.pyi",
             "constraints.txt",
             "backend/kernels/native/*.[ch]",
             "rollout/vllm/*.txt",

@@ -130,6 +130,11 @@ def end_programs_without_traceback() -> None:
     sys.excepthook = hook
 
 
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Returns the number with its noun: `1 rank`, `8 ranks`."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
 def one_line(text: str) -> str:
     """Turns line breaks into spaces, escapes other control characters, leaves out the middle of long texts."""
     if len(text) > LONGEST_SENTENCE:

@@ -12,7 +12,7 @@ from typing import Any
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import Config, Loaded
 from mindgrpo.data.sources import Ranks
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper, make_trained_roles
 from mindgrpo.grpo.evaluation import Evaluator
 from mindgrpo.grpo.metrics import all_metrics
@@ -149,7 +149,9 @@ class GRPOTrainer(TrainingLoop):
             return {}
         run.stopping.check()
         prompts = held_out[: run.config.rl_config.eval_samples]
-        shown = run.record.console.phase(f"evaluating on {len(prompts)} held-out prompts")
+        shown = run.record.console.phase(
+            f"evaluating on {counted(len(prompts), 'held-out prompt')}"
+        )
         with shown, run.watch.phase("evaluate"):
             self.roles.refresh_engine()
             version = self.roles.enter_rollout()

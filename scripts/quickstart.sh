@@ -20,7 +20,7 @@ Makes .venv and trains an example of examples/grpo with it. Downloads no model a
   --output_dir DIR    folder of the run (default: output/<example>/<time>)
   --key value         any key of the configuration, for example --rl_config.max_steps 20
 
-All keys: python -m mindgrpo train --help, or docs/configuration.md.
+All keys: python -m mindgrpo train --help-keys [SECTION], or docs/configuration.md.
 HELP
         exit 0
         ;;
@@ -68,17 +68,14 @@ case "$ranks" in
 4)
     layout actor_config 1 2 2
     layout generate_config 2 2 1
-    layout ref_config 2 2 1
     ;;
 2)
     layout actor_config 1 2 1
     layout generate_config 1 2 1
-    layout ref_config 1 2 1
     ;;
 1)
     layout actor_config 1 1 1
     layout generate_config 1 1 1
-    layout ref_config 1 1 1
     ;;
 *)
     echo "mindgrpo: --ranks ${ranks:-(nothing)} is not one of 1, 2, 4, 8: give one of these, or start scripts/launch.sh with layouts of your own." >&2

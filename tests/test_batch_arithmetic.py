@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import each_row
 
 from mindgrpo.config import BatchPlan, Config, schedule_notes, validate_world
-from mindgrpo.config.arithmetic import nearest_layouts
-from mindgrpo.errors import UserError
+from mindgrpo.config.arithmetic import laid_out, nearest_layouts
+from mindgrpo.errors import UserError, UserErrors
 
 
 def config_of(
@@ -49,10 +50,19 @@ def test_micro_batches_give_the_updates_that_users_got_before() -> None:
     assert (plan.updates_per_rollout, plan.samples_per_update) == (32, 2)
 
 
-def test_prompts_per_step_does_not_depend_on_the_layout() -> None:
+def test_prompts_per_step_and_its_default_do_not_depend_on_the_layout() -> None:
     for replicas in (1, 2, 8):
-        plan = BatchPlan.of(config_of(infer={"data_parallel": replicas}, prompts_per_step=6))
+        infer = {"data_parallel": replicas}
+        plan = BatchPlan.of(config_of(infer=infer, prompts_per_step=6))
         assert (plan.prompts_per_step, plan.samples_per_step) == (6, 48)
+        by_default = BatchPlan.of(config_of(infer=infer))
+        assert (by_default.prompts_per_step, by_default.samples_per_step) == (1, 8)
+        assert by_default.lines()[0].startswith(
+            "samples a step: prompts_per_step 1 (the default) x"
+        )
+    # What a run wrote of its configuration before the default was free of layouts means what it meant.
+    written = config_of(infer={"data_parallel": 2}, num_rollouts=1, chunk_size=None)
+    assert BatchPlan.of(written).prompts_per_step == 2
 
 
 def test_one_update_a_rollout_where_nothing_says_otherwise() -> None:
@@ -92,7 +102,7 @@ def test_the_lines_hold_the_users_numbers() -> None:
     lines = BatchPlan.of(users_config()).lines()
     assert lines[0] == (
         "samples a step: num_rollouts 4 x chunk_size 1 x generating data_parallel 2 x "
-        "num_generations 8 = 64"
+        "num_generations 8 = 64; rl_config.prompts_per_step 8 keeps it in every layout"
     )
     assert lines[1] == (
         "updates a rollout: ceil(64 samples / (batch_size 1 x data_parallel 1 x micro_batch_num 2 "
@@ -148,7 +158,11 @@ def test_layouts_that_fill_the_world_pass() -> None:
 @pytest.mark.parametrize(
     ("config", "key", "layout"),
     [
-        (config_of(train={"model_parallel": 4}), "actor_config.parallel_config", "DP1/MP4/PP2"),
+        (
+            config_of(train={"data_parallel": 1, "model_parallel": 4}),
+            "actor_config.parallel_config",
+            "DP1/MP4/PP2",
+        ),
         (
             config_of(train={"data_parallel": 8}, infer={"data_parallel": 4}),
             "generate_config.parallel_config",
@@ -176,11 +190,43 @@ def test_a_layout_that_does_not_fill_the_world_names_its_keys_and_three_others(
     config: Config, key: str, layout: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        validate_world(config, 8)
+        validate_world(laid_out(config, 8), 8)
     message = str(refused.value)
     assert message.startswith(key) and "data_parallel" in message and "8 ranks" in message
     assert layout in message
-    assert message.count("DP") == 3
+    assert message.count("DP") == 3 and "DP8/MP1" in message
+
+
+@each_row(
+    ("train", "infer", "world", "filled"),
+    [
+        ({}, {}, 8, (8, 8)),
+        ({"model_parallel": 4, "pipeline_stage": 2}, {}, 8, (1, 8)),
+        ({"context_parallel": 2}, {"model_parallel": 4}, 8, (4, 2)),
+        ({"data_parallel": 2}, {}, 8, (2, 8)),
+        # Nobody says how many ranks there are.
+        ({}, {}, None, (1, 1)),
+        ({"data_parallel": 2, "model_parallel": 2}, {}, None, (2, 4)),
+        ({}, {"data_parallel": 2, "model_parallel": 2}, None, (4, 2)),
+        ({"model_parallel": 4}, {"model_parallel": 2}, None, (1, 2)),
+    ],
+)
+def test_a_layout_without_data_parallel_takes_the_ranks_that_its_other_axes_leave(
+    train: dict[str, int], infer: dict[str, int], world: int | None, filled: tuple[int, int]
+) -> None:
+    config = laid_out(config_of(train=train, infer=infer), world)
+    actor, generate = config.actor_config.parallel_config, config.generate_config.parallel_config
+    assert (actor.data_parallel, generate.data_parallel) == filled
+    assert config.ref_config.parallel_config is None
+
+
+def test_all_layouts_that_do_not_fill_the_world_are_said_at_once_data_parallelism_first() -> None:
+    layouts = {"data_parallel": 1, "model_parallel": 4}
+    with pytest.raises(UserErrors) as refused:
+        validate_world(config_of(train=layouts, infer=layouts), 2)
+    actor, generate = refused.value.sentences
+    assert actor.startswith("actor_config") and generate.startswith("generate_config")
+    assert "to DP2/MP1/PP1, " in actor and "to DP2/MP1 or DP1/MP2" in generate
 
 
 def test_the_reference_may_use_fewer_ranks() -> None:
@@ -199,7 +245,7 @@ def test_nearest_layouts_fill_the_world_and_differ(world: int) -> None:
 
 
 def test_the_layout_asked_for_is_the_nearest_where_it_fits() -> None:
-    assert nearest_layouts((1, 4, 2), 8)[0] == "DP1/MP4/PP2"
+    assert nearest_layouts((1, 4, 2), 8)[:2] == ["DP1/MP4/PP2", "DP8/MP1/PP1"]
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,9 @@ def test_a_value_is_read_as_it_is_written(
         ("actor_config:\n  load: a\ngenerate_config:\n  load: b\n", "leave generate_config.load"),
         (
             "reward_config:\n  verifier_function: [a, b]\n  verifier_weight: [1.0]\n",
-            "has 1 weights and reward_config.verifier_function has 2 functions",
+            "has 1 weight and reward_config.verifier_function has 2 functions",
         ),
-        ("actor_config:\n  offset: [1, -1]\n", "has 2 entries for 1 pipeline stages"),
+        ("actor_config:\n  offset: [1, -1]\n", "has 2 entries for 1 pipeline stage "),
         (
             "actor_config:\n  parallel_config:\n    pp_interleave_num: 2\n",
             "pp_interleave_num 2 deals chunks of layers to pipeline stages, but "

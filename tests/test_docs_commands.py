@@ -51,6 +51,7 @@ PAGES = [
     "examples/grpo/calculator/README.md",
     "examples/grpo/guess_number/README.md",
     "examples/grpo/smollm2_chain_sum/README.md",
+    "examples/grpo/qwen_grpo_tutorial/README.md",
     "examples/cluster/README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/ascend/*/README.md")),
     "scripts/bench/README.md",
@@ -210,6 +211,16 @@ def done() -> set[str]:
 def runs_alike(command: str, shown: dict[str, bool]) -> bool:
     starts = command.startswith(("bash scripts/", "python -m mindgrpo "))
     return starts and not any(file in command for file in shown)
+
+
+def test_quickstart_starts_each_example_on_each_number_of_ranks_that_it_offers(
+    clone: Clone, subtests: pytest.Subtests
+) -> None:
+    for example in ("tiny_arithmetic", "tiny_moe"):
+        for ranks in ("8", "4", "2", "1"):
+            with subtests.test(example=example, ranks=ranks):
+                words = f"--rl_config.max_steps 3 --ranks {ranks} --example {example}"
+                run_scripts(clone, f"bash scripts/quickstart.sh {words}")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -43,6 +43,7 @@ from mindgrpo.rollout.environment import (
     turn_rewards,
 )
 from mindgrpo.rollout.turns import read_turns, turn_metrics
+from mindgrpo.run.preflight import turn_notes
 from mindgrpo.workers.protocol import RAISED, CallFailure
 
 DATA_PROMPT = np.array([5, 6], np.int32)
@@ -409,3 +410,34 @@ def test_a_prompt_of_a_reset_that_is_too_long_is_met_with_the_limit_to_raise(
     assert "tokens long and max_prompt_length is 1; raise" in str(refused.value)
     assert "raise generate_config.max_prompt_length" in str(refused.value)
     assert "correct the class" not in str(refused.value)
+
+
+def test_max_tokens_without_room_for_a_second_turn_is_told_before_the_first_step(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (tmp_path / "game.py").write_text(ENVIRONMENT.replace("0.0, True", "0.0, False"))
+    (tmp_path / "once.py").write_text(ENVIRONMENT)
+    path = tmp_path / "config.yaml"
+    path.write_text("")
+    row = {"question": "play", "answer": "fine"}
+    prompts: Any = [
+        SimpleNamespace(row=row, index=0, example=SimpleNamespace(where="a.jsonl line 1"))
+    ]
+
+    def notes(most: int, file: str = "game.py", *words: str) -> list[str]:
+        words = (
+            *(f"--rl_config.environment={tmp_path}/{file}:Game", *words),
+            f"--generate_config.sampling_config.max_tokens={most}",
+        )
+        config = load_config(path, words).config
+        turns: Any = read_turns(config, tokenizer)
+        return turn_notes(config, turns.check(prompts))
+
+    turn = len(tokenizer.encode("fine")) + 1
+    config = load_config(path, [f"--rl_config.environment={tmp_path}/game.py:Game"]).config
+    turns: Any = read_turns(config, tokenizer)
+    two = turns.check(prompts).two_turns
+    assert two == 2 * turn + len(turns.suffix.ids([{"role": "user", "content": "no"}]))
+    (note,) = notes(two - 1)
+    assert f"max_tokens is {two - 1}" in note and f"take {two} tokens" in note
+    assert notes(two) == notes(1, "once.py") == notes(1, "game.py", "--rl_config.max_turns=1") == []

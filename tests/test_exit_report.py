@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mindgrpo.backend.contract import PeerLost
+from mindgrpo.errors import UserError
 from mindgrpo.health.failure import (
     LONGEST_MESSAGE,
     RankFailure,
@@ -126,6 +127,17 @@ def test_the_users_mistake_is_not_told_twice(tmp_path: Path) -> None:
     job.failed(0, 10.0, SystemExit(2), status=2)
     job.failed(1, 9.0, SystemExit(2), status=2)
     assert job.report() == ("", 2)
+
+
+def test_the_users_mistake_is_one_sentence_wherever_it_was_noted_first(tmp_path: Path) -> None:
+    """The rank whose log is on the screen was ended before it wrote that it failed, and maybe before it said why."""
+    job, sentence = Job(tmp_path), "mindgrpo: rl_config.beta is -1, but must be at least 0."
+    job.rank(0)
+    job.failed(1, 9.0, UserError("rl_config.beta is -1, but must be at least 0."), status=2)
+    (job.logs / "worker_1.log").write_text(f"{sentence}\n")
+    assert exit_report.report(job.logs, 2, 0, 1) == ([sentence], 2)
+    (job.logs / "worker_0.log").write_text(f"log of rank 0\n{sentence}\n")
+    assert exit_report.report(job.logs, 2, 0, 1) == ([], 2)
 
 
 @pytest.mark.parametrize("error", [SystemExit(7), SystemExit("seven")])

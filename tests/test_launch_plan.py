@@ -188,7 +188,7 @@ def test_ranks_need_no_program_of_the_users(words: list[str], command: str | Non
 
 
 def test_what_is_neither_a_program_nor_a_configuration_is_refused() -> None:
-    for words in (["--output_dir", "x"], ["my.yaml"], ["--config", "my.yaml", "--", PROGRAM]):
+    for words in (["--output_dir", "x"], ["my.csv"], ["--config", "my.yaml", "--", PROGRAM]):
         with pytest.raises(UserError, match="usage: "):
             read_options(["--ranks", "8", *words], {})
     with pytest.raises(UserError, match="there is no program trian: give the path .* train, eval"):

@@ -293,6 +293,25 @@ def test_a_verb_prints_in_a_locale_of_few_letters(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "") and "\\u4e8c" in ended.stdout
 
 
+@each_row(
+    ("figures", "hint"),
+    [
+        ({"environment/turns": 1.0, "truncated_fraction": 0.41}, "41% of the conversations ended"),
+        ({"tools/turns": 1.2, "truncated_fraction": 0.95}, "95% of the conversations ended"),
+        ({"environment/turns": 2.4, "truncated_fraction": 0.41}, ""),
+        ({"environment/turns": 1.0, "truncated_fraction": 0.1}, ""),
+        ({"truncated_fraction": 0.41}, ""),
+    ],
+)
+def test_conversations_without_room_for_their_second_turn_draw_one_hint(
+    figures: dict[str, float], hint: str
+) -> None:
+    stream = io.StringIO()
+    Console(True, stream).step_line(a_step(1) | figures)
+    assert stream.getvalue().count("hint: ") == bool(hint)
+    assert hint in stream.getvalue()
+
+
 def test_equal_rewards_of_a_function_that_failed_draw_no_hint_to_change_the_prompts() -> None:
     stream = io.StringIO()
     step = a_step(1, zero_std_fraction=1.0) | {"reward/accuracy_reward/mean": None}

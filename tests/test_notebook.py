@@ -114,6 +114,21 @@ def test_the_stop_button_ends_a_run_with_a_checkpoint_and_train_continues_from_i
     assert shown(ran["same"], "execute_result") == "(True, True)"
 
 
+def test_all_cells_run_too_where_nobody_presses_the_stop_button(folder: Path) -> None:
+    """The cells about it, with two steps."""
+    from notebook_kernel import STOPPED, Kernel
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = code_cells(notebook)
+    names = ("settings", "stopped", "continued")
+    notebook.cells = [cells[name] for name in names]
+    cells["settings"].source = cells["settings"].source.replace(f": {NUM_STEPS},", ": 2,")
+    cells["stopped"].source = cells["stopped"].source.replace('"second"', '"unstopped"')
+    cells["stopped"].metadata.tags.remove(STOPPED)
+    Kernel(notebook, folder).execute()
+    assert steps_of(cells["stopped"]) == [1, 2] and printed(cells["continued"]) == ""
+
+
 def test_a_mistake_is_one_sentence(ran: Cells) -> None:
     (error,) = ran["mistake"].outputs
     (line,) = error.traceback

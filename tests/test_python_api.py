@@ -36,7 +36,7 @@ def test_a_callable_replaces_the_functions_of_the_file_and_their_weights(
 
 def test_weights_given_in_code_must_match_the_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match="2 weights were given for 1 reward functions"):
+    with pytest.raises(UserError, match="2 weights were given for 1 reward function "):
         prepare(load_config(EXAMPLE).config, None, [my_reward], [1.0, 2.0])
 
 

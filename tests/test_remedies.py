@@ -40,6 +40,7 @@ CONVERTER = "examples/grpo/qwen_grpo_tutorial/rlhf_data.py"
 PROGRAMS = {
     "config/command_line.py": "eval",
     "config/reference.py": "config",
+    "config/trl_fields.py": "config",
     "doctor/examine.py": "doctor",
     "models/decoder_config.py": "export",
     "report/write.py": "report",

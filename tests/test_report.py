@@ -310,7 +310,7 @@ def test_the_verb_writes_where_it_is_told_and_beside_the_first_run(
     assert (tmp_path / "page.html").is_file() and not (other / "report.html").exists()
     assert capsys.readouterr().out.count(" MB)\n") == 3
     with pytest.raises(UserError, match="3 runs are named"):
-        from mindgrpo.cli.watch import report as verb
+        from mindgrpo.cli.report import main as verb
 
         verb([str(other)] * 3)
     with pytest.raises(UserError, match="cannot be written"):

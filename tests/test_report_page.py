@@ -288,9 +288,13 @@ def test_two_runs_are_side_by_side(opened: Page, tmp_path: Path) -> None:
     assert opened.errors == []
 
 
-def test_a_figure_that_is_always_0_is_drawn_from_0_to_1(opened: Page, tmp_path: Path) -> None:
+def test_a_figure_that_is_always_0_says_so_and_is_drawn_from_0_to_1(
+    opened: Page, tmp_path: Path
+) -> None:
     folder = make_run(tmp_path / "run")
     figures = {"clip_fraction": 0.0, "truncated_fraction": 0.0, "entropy": 0.0}
+    # On a logarithmic axis where they are not 0.
+    figures |= {"logprob_gap/mean": 0.0, "logprob_gap/max": 0.0}
     write_rows(
         folder / "metrics.jsonl",
         ({"step": step, **figures, "kl": 20.0 * step} for step in range(1, STEPS + 1)),
@@ -301,8 +305,8 @@ def test_a_figure_that_is_always_0_is_drawn_from_0_to_1(opened: Page, tmp_path: 
         "[holder.previousSibling.textContent, [plot.scales.y.min, plot.scales.y.max]]))"
     )
     shown = opened.value(scales)
-    for name in ("Clip fraction", "Truncated fraction", "Entropy"):
-        assert shown[name] == [0, 1]
+    for name in ("Clip fraction", "Truncated fraction", "Entropy", "Log-prob gap"):
+        assert shown[f"{name}: 0 in every step"] == [0, 1]
     assert shown["KL to the reference"] == [14, 86], "a tenth of the figures around them"
 
 

@@ -122,7 +122,7 @@ class Started:
         """Until the launcher says that it has heard of a signal; what it says later is still to be read."""
         assert self.launcher.stderr is not None
         lines = iter(self.launcher.stderr.readline, "")
-        assert any(line.startswith("mindgrpo: stopping the 2 ranks") for line in lines)
+        assert any(line.startswith("mindgrpo: stopping 2 ranks") for line in lines)
 
     @staticmethod
     def said_by_rank_1(tmp_path: Path) -> str:

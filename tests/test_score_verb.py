@@ -54,6 +54,29 @@ def completions_file(folder: Path) -> Path:
     return file
 
 
+def test_a_configuration_says_what_flags_leave_out(
+    capsys: pytest.CaptureFixture[str], reward: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "one?", "gold": "1"}\n' * 3)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"rl_config:\n  dataset_file: {tmp_path}/rows.jsonl\n"
+        "  dataset_map_keys: [question=q, answer=gold]\n"
+        f"reward_config:\n  verifier_function: ['{reward}:length', accuracy_reward]\n"
+    )
+    said = said_by(capsys, "--config", str(config))
+    assert "3 rows of" in said and "length: mean 1.0000 of 3" in said
+    assert "accuracy_reward: mean 1.0000 of 3" in said
+    # Flags win, and keys of the configuration can be set as everywhere.
+    said = said_by(capsys, "--reward", "accuracy_reward", "--config", str(config), "--limit", "2")
+    assert "2 rows of" in said and "length" not in said
+    other = ("--data", str(PROBLEMS), "--rl_config.dataset_map_keys", "[]")
+    assert str(PROBLEMS) in said_by(capsys, "--config", str(config), *other)
+    config.write_text("rl_config:\n  seed: 1\n")
+    assert "needs something to try" in said_by(capsys, "--config", str(config), status=2)
+    assert "'--limits' is no flag" in said_by(capsys, "--limits", "3", status=2)
+
+
 def test_gold_answers_stand_in_for_completions(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--reward", "accuracy_reward", "--reward", "qwen_accuracy_reward"]
     said = said_by(capsys, *words, "--data", str(PROBLEMS))
@@ -183,6 +206,12 @@ def test_functions_in_trls_form_are_tried_with_messages(
         assert f"words: mean {mean} of 1; no failures" in said
     told = said_by(capsys, *words, status=2)
     assert "completions are texts here: set --completions to messages" in told
+    config = tmp_path / "run.yaml"
+    config.write_text("reward_config:\n  completions: messages\n")
+    words += ["--config", str(config)]
+    assert "words: mean 4.0000 of 1; no failures" in said_by(capsys, *words)
+    # The flag wins.
+    assert "texts here" in said_by(capsys, *words, "--completions", "text", status=2)
 
 
 GAME = """
@@ -223,8 +252,8 @@ def test_an_environment_is_played_by_hand(
         "user> not 7",
         "done: reward 0.500 in 2 turns",
     ]
-    assert second.endswith("done: reward 1.000 in 1 turns")
-    assert third.endswith("assistant> \nnot done: reward 0.000 in 1 turns")
+    assert second.endswith("done: reward 1.000 in 1 turn")
+    assert third.endswith("assistant> \nnot done: reward 0.000 in 1 turn")
 
 
 def test_an_environment_that_fails_by_hand_is_named(

@@ -102,6 +102,6 @@ def test_a_trainer_that_has_ended_keeps_no_weights_and_says_what_to_do_instead(
     assert pools and all(value.any() for value in values)
     made.train()
     assert not any(value.any() for value in values)
-    with pytest.raises(UserError, match="has run all 1 steps of .*; make another trainer"):
+    with pytest.raises(UserError, match="has run the 1 step of .*; make another trainer"):
         made.train()
     assert made.report().path == tmp_path / "run" / "report.html"

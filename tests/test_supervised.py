@@ -132,7 +132,7 @@ def test_its_report_has_rows_and_a_supervised_loss_and_nothing_of_a_generator(wh
 
 
 def test_its_help_has_the_keys_that_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["sft", "--help"]) == 0
+    assert main(["sft", "--help"]) == main(["sft", "--help-keys"]) == 0
     keys = {line.split()[0] for line in capsys.readouterr().out.splitlines() if "  --" in line}
     assert {"--rl_config.seq_length", "--actor_config.lora.rank", "--dataset_file"} <= keys
     assert not keys & {"--rl_config.epsilon_low", "--verifier_function"}

@@ -106,6 +106,8 @@ def test_files_that_import_a_module_themselves_are_nearest_to_it() -> None:
         (("--changed",), "-m pytest -q tests -n 4 --tier quick --changed HEAD"),
         (("--changed", "HEAD~0", "-x"), "-m pytest -q tests -n 4 --tier quick --changed HEAD~0 -x"),
         (("--shard", "ranks", "-x"), "-m pytest -q tests -n 4 --shard ranks --file-order N"),
+        (("tests/test_mesh.py", "-x"), "-m pytest -q tests/test_mesh.py -n 4 -x"),
+        (("tests/a.py::b", "tests/c.py"), "-m pytest -q tests/a.py::b tests/c.py -n 4"),
         (("--all", "-x"), "-m pytest -q tests -n 4 --tier all --file-order N --durations 10 -x"),
     ],
 )
@@ -118,7 +120,8 @@ def test_the_command_asks_pytest_for_a_tier_and_passes_further_arguments_on(
     assert " ".join(found).startswith(expected), ended
     assert found[-1] == (words[-1] if words[-1:] == ("-x",) else found[-1])
     checks = [line for line in lines if line.startswith("== echo -m")]
-    assert len(checks) == (1 if "--shard" in words else 4)
+    is_part = "--shard" in words or any(word.startswith("tests/") for word in words)
+    assert len(checks) == (1 if is_part else 4)
 
 
 @pytest.mark.parametrize(

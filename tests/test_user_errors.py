@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -81,15 +82,17 @@ def configuration(model: Path, tmp_path: Path) -> Path:
 def refused(
     configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Check:
-    """Runs `check` in this process and returns its sentence."""
+    """Runs `check` in this process and returns its sentence, or `count` of them."""
     monkeypatch.chdir(ROOT)
 
-    def check(*overrides: str, ranks: str | None = None) -> str:
+    def check(*overrides: str, ranks: str | None = None, count: int = 1) -> str:
         world = [] if ranks is None else ["--ranks", ranks]
         status = main(["check", *world, "--config", str(configuration), *overrides])
         printed = capsys.readouterr()
         assert (status, printed.out) == (2, "")
-        return only_sentence(printed.err)
+        sentences = [only_sentence(line) for line in printed.err.splitlines()]
+        assert len(sentences) == count, printed.err
+        return "\n".join(sentences)
 
     return check
 
@@ -215,15 +218,105 @@ def test_a_pipeline_longer_than_the_model_is_told(refused: Check) -> None:
 def test_a_world_that_does_not_fit_the_layout_is_told_with_both_sizes(
     refused: Check, ranks: str
 ) -> None:
-    sentence = refused(ranks=ranks)
-    assert ranks in sentence and "8" in sentence
-    assert "model_parallel" in sentence or "parallel_config" in sentence
+    actor, generate = refused(ranks=ranks, count=2).splitlines()
+    for sentence in (actor, generate):
+        assert f"{ranks} ranks; start 8, or set" in sentence
+    assert "set actor_config.parallel_config" in actor
+    assert "set generate_config.parallel_config" in generate
 
 
 @pytest.mark.parametrize("ranks", ["many", "0", "--config"])
 def test_a_number_of_ranks_that_is_none_is_told(refused: Check, ranks: str) -> None:
     sentence = refused(ranks=ranks)
     assert "--ranks" in sentence and ranks in sentence
+
+
+def test_flags_of_check_stand_in_any_order(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    flags = {"--config": str(configuration), "--ranks": "8", "--rl_config.max_steps": "3"}
+    printed = set()
+    for order in permutations(flags):
+        words = [word for flag in order for word in (flag, flags[flag])]
+        assert main(["check", *words]) == 0
+        printed.add(capsys.readouterr().out)
+    assert main(["check", "--config", str(configuration), "--ranks=8"]) == 0
+    assert len(printed) == 1 and " on 8 ranks" in printed.pop()
+
+
+@each_row(
+    ("words", "sentence"),
+    [
+        (["check", "FILE"], "write --config FILE"),
+        (["train", "FILE"], "write --config FILE"),
+        (["launch", "FILE", "--ranks", "2"], "write --config FILE"),
+        (["train", "--config", "FILE", "--ranks", "2"], "start it with mindgrpo launch --ranks N"),
+        (["check", "--config", "FILE", "--beta", "1", "--lr", "2"], "--rl_config.beta"),
+        (["check", "--config", "FILE", "--beta", "1", "--lr", "2"], "mindgrpo: --lr is no flag"),
+    ],
+)
+def test_a_word_that_is_no_flag_is_told_with_the_flag_that_was_meant(
+    configuration: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([word.replace("FILE", str(configuration)) for word in words]) == 2
+    assert sentence.replace("FILE", str(configuration)) in capsys.readouterr().err
+
+
+def test_unknown_keys_and_wrong_values_are_told_at_once(
+    refused: Check, configuration: Path
+) -> None:
+    edit(configuration, "beta: 0.01", "beta: lots")
+    edit(configuration, "num_generations: 8", "num_generation: 8")
+    edit(configuration, "temperature: 1.0", "temperature: -1")
+    sentences = refused(count=3)
+    for part in ("rl_config.num_generation'", "rl_config.beta is 'lots'", "temperature is -1"):
+        assert part in sentences
+    # What only follows from a key that is not known is not told.
+    edit(configuration, "beta: lots", "beta: 0.01")
+    edit(configuration, "temperature: -1", "temperature: 1.0")
+    edit(configuration, "seq_length: 128", "seq_lenght: 128\n  max_prompts: 3")
+    edit(configuration, "max_prompt_length: 40", "max_prompt_length: 4000")
+    assert "seq_lenght" in refused(count=3)
+
+
+def test_layouts_without_data_parallel_are_those_of_as_many_ranks_as_are_started(
+    configuration: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    document = yaml.safe_load(configuration.read_text())
+    for section in ("actor_config", "generate_config"):
+        del document[section]["parallel_config"]
+    configuration.write_text(yaml.safe_dump(document))
+    for verb in ("check", "plan"):
+        for ranks in ("1", "3", "8"):
+            assert main([verb, "--config", str(configuration), "--ranks", ranks]) == 0
+            shown = capsys.readouterr().out
+            assert f"train DP{ranks}/MP1" in shown and f"generate DP{ranks}/MP1" in shown
+            assert verb == "check" or " = 128\n" in shown
+
+
+def test_a_folder_that_a_run_cannot_make_is_told_by_its_key_before_it(
+    refused: Check, tmp_path: Path
+) -> None:
+    (tmp_path / "afile").touch()
+    at = str(tmp_path / "afile")
+    keys = {
+        "output_dir": (),
+        "rl_config.tensorboard_dir": (),
+        "rl_config.save_prompt_completions_dir": (),
+        "profiler_config.profile_save_path": ("--profiler_config.profile",),
+        "context.save_graphs_path": ("--context.save_graphs",),
+    }
+    for key, switches in keys.items():
+        for path in (at, f"{at}/below"):
+            assert f"{key} '{path}' cannot be made" in refused(f"--{key}", path, *switches)
+    both = refused("--output_dir", at, "--rl_config.tensorboard_dir", at, count=2)
+    assert "output_dir" in both and "tensorboard_dir" in both
+
+
+def test_what_is_refused_once_ranks_run_is_refused_before(refused: Check) -> None:
+    assert "context.loss_scale is 8" in refused("--context.loss_scale", "8")
 
 
 def test_a_missing_model_directory_is_told_with_its_key(refused: Check, tmp_path: Path) -> None:
@@ -295,7 +388,7 @@ def test_layouts_that_the_model_does_not_allow_are_not_proposed(refused: Check) 
     # 4 heads, 2 layers.
     sentence = refused(f"{ACTOR}model_parallel", "3", f"{ACTOR}pipeline_stage", "2", ranks="8")
     assert "start 6" not in sentence and "MP8" not in sentence
-    assert sentence.endswith("to DP1/MP4/PP2, DP2/MP2/PP2 or DP2/MP4/PP1.")
+    assert sentence.endswith("to DP8/MP1/PP1, DP1/MP4/PP2 or DP2/MP2/PP2.")
     sentence = refused(f"{ACTOR}model_parallel", "1", f"{ACTOR}pipeline_stage", "4", ranks="8")
     assert "start 4" not in sentence and "PP4" not in sentence and "PP8" not in sentence
 
@@ -322,7 +415,9 @@ def test_a_layout_that_no_machine_can_hold_is_refused_like_any_other(
     refused: Check, key: str
 ) -> None:
     many = 10**12
-    sentence = refused(f"--actor_config.parallel_config.{key}", str(many), ranks="1")
+    words = (f"--actor_config.parallel_config.{key}", str(many))
+    words += ("--generate_config.parallel_config", "null")
+    sentence = refused(*words, ranks="1")
     assert f"{key} {many}" in sentence and "but the run has 1 rank" in sentence
 
 
@@ -397,13 +492,32 @@ def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[st
     assert main([verb, "--config", "none.yaml", "--help"]) == 0
     said = capsys.readouterr().out
     assert f"\n  {verb} " in said
-    takes_keys = verb in ("train", "sft", "eval", "check", "plan")
+    # With the line of the prompt above it.
+    assert said.count("\n") < 50, verb
+    takes_keys = verb in ("launch", "train", "sft", "eval", "check", "plan")
+    assert main([verb, "--help-keys"]) == (0 if takes_keys else 2)
+    listed = capsys.readouterr().out
     for key in LIVE:
         is_there = takes_keys and (verb != "sft" or is_read(key))
-        assert is_there == (f"\n  --{key}  (" in said), key
+        assert is_there == (f"\n  --{key}  (" in f"\n{listed}"), key
+        assert f"\n  --{key}  (" not in said
     for flag, key in FLAGS.items():
         is_there = takes_keys and (verb != "sft" or is_read(key))
         assert is_there == (f"\n  {flag} " in said), flag
+
+
+def test_the_keys_of_a_section_are_listed_by_themselves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (["--help-keys", "rl_config"], ["--help-keys=rl_config"]):
+        assert main(["train", *words]) == 0
+        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
+        assert len(lines) == sum(key.startswith("rl_config.") for key in LIVE)
+        assert all(line.startswith("  --rl_config.") for line in lines)
+    assert main(["train", "--help-keys", "actor_confg"]) == 2
+    assert "did you mean actor_config" in only_sentence(capsys.readouterr().err)
+    assert main(["sft", "--help-keys", "generate_config"]) == 2
+    assert "reads no key of the section" in only_sentence(capsys.readouterr().err)
 
 
 def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Path) -> None:

@@ -39,7 +39,4 @@ exec bash "$root/scripts/launch.sh" --ranks "$ranks" -- "$root/examples/grpo/qwe
     --rl_config.eval_dataset_file "$here/heldout.jsonl" \
     --actor_config.load "$model" \
     ${rewards[@]+"${rewards[@]}"} \
-    --actor_config.parallel_config.data_parallel "$ranks" \
-    --generate_config.parallel_config.data_parallel "$ranks" \
-    --ref_config.parallel_config.data_parallel "$ranks" \
     "$@"

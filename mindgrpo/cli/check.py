@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mindgrpo.backend.targets import check_device, check_hosts, ranks_per_host
+from mindgrpo.cli.arguments import taken
 from mindgrpo.config import (
     Config,
     Loaded,
@@ -18,12 +19,13 @@ from mindgrpo.config import (
     require_run_keys,
     values_by_key,
 )
+from mindgrpo.config.load import RUN_KEYS
+from mindgrpo.config.supervised import SFT_KEYS
 from mindgrpo.data.hub_names import hub_name
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, data_files
-from mindgrpo.errors import UserError, error_of, sentences_of
+from mindgrpo.errors import UserError, counted, error_of, sentences_of
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.mindformers_yaml import check_agreement
-from mindgrpo.monitor.run_directory import check_free
 from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.run.host_limits import refuse_what_cannot_run
@@ -33,21 +35,27 @@ from mindgrpo.run.preflight import (
     Inputs,
     engine_notes,
     prepare,
+    prepare_supervised,
     read_model,
     read_teacher,
     read_tokenizer,
     scorer_of,
 )
-from mindgrpo.run.start import changes_since, find_start, run_name, saved_values
+from mindgrpo.run.start import (
+    changes_since,
+    check_folders,
+    find_start,
+    run_name,
+    saved_values,
+)
+
+TEACHER_ALONE = "none: the teacher's log-probs alone"
 
 
 def main(argv: Sequence[str]) -> None:
-    words = list(argv)
-    is_quiet = words[:1] == ["--quiet"]
-    words = words[is_quiet:]
+    own, words = taken(argv, ("--ranks",), ("--quiet",))
     world_size = None
-    if words[:1] == ["--ranks"]:
-        ranks, words = "".join(words[1:2]), words[2:]
+    if (ranks := own.get("--ranks")) is not None:
         if not ranks.isdecimal() or int(ranks) < 1:
             raise UserError(
                 f"--ranks is '{ranks}', but must be a whole number from 1 up; write --ranks 8."
@@ -55,17 +63,19 @@ def main(argv: Sequence[str]) -> None:
         world_size = int(ranks)
     if wrong := wrong_variables(os.environ):
         raise UserError(f"{wrong[0]}; correct or unset it in the environment.")
-    if words and words[0] in ("eval", "sft"):
-        import_module(f"mindgrpo.cli.{words[0]}").check(words[1:], world_size or 1)
+    if words[:1] == ["eval"]:
+        import_module("mindgrpo.cli.eval").check(words[1:], world_size or 1)
         return
-    files, overrides = parse_command_line(words)
-    loaded = load_config(files, overrides)
+    is_supervised = words[:1] == ["sft"]
+    files, overrides = parse_command_line(words[is_supervised:])
+    loaded = load_config(files, overrides, is_supervised=is_supervised)
     known = [loaded]
     try:
         inputs = _check(known, files, world_size)
     except UserError as error:
-        raise error_of([*sentences_of(error), *_others(known[-1], world_size)]) from None
-    if not is_quiet:
+        others = _others(known[-1], run_name(files), world_size)
+        raise error_of([*sentences_of(error), *others]) from None
+    if "--quiet" not in own:
         print("\n".join(summary(files, inputs, loaded.notices)))
 
 
@@ -75,33 +85,39 @@ def _check(known: list[Loaded], files: Sequence[Path], world_size: int | None) -
     Adds to `known` the configuration with paths in place of names on a hub.
     """
     loaded, name = known[0], run_name(files)
-    require_run_keys(loaded)
+    _check_keys(loaded)
     check_hosts(loaded.config.context.target, os.environ, world_size or 1)
-    _check_folder(loaded.config)
     check_installed(loaded.config.monitor_config.trackers)
     start, loaded = find_start(loaded, name)
+    check_folders(loaded.config, name, start)
     loaded = with_local_paths(loaded, earlier=saved_values(start))
     known.append(loaded)
-    inputs = prepare(loaded.config, world_size)
-    assert inputs.scorer is not None
+    config = loaded.config
+    inputs = (prepare_supervised if loaded.is_supervised else prepare)(config, world_size)
     try:
         here = None if world_size is None else ranks_per_host(os.environ, world_size)
-        changes_since(start, loaded.config, inputs)
+        changes_since(start, config, inputs)
         refuse_what_cannot_run(inputs.plan, here, start)
         inputs.check_rewards()
         # Last: who checks before the run goes to another host learns of everything else first.
-        check_device(loaded.config.context.target, os.environ)
+        check_device(config.context.target, os.environ)
     finally:
-        inputs.scorer.close()
+        if inputs.scorer is not None:
+            inputs.scorer.close()
     return inputs
 
 
-def _check_folder(config: Config) -> None:
-    if config.output_dir and config.rl_config.resume_training is False:
-        check_free(config.output_dir)
+def _check_keys(loaded: Loaded) -> None:
+    require_run_keys(loaded, needed=SFT_KEYS if loaded.is_supervised else RUN_KEYS)
 
 
-def _others(loaded: Loaded, world_size: int | None) -> Iterator[str]:
+def _check_folders(config: Config, name: str) -> None:
+    """Checks the folders of a new run; which ones a resumed run has is known once its checkpoint is."""
+    if config.rl_config.resume_training is False:
+        check_folders(config, name, None)
+
+
+def _others(loaded: Loaded, name: str, world_size: int | None) -> Iterator[str]:
     """Yields what else is wrong, of all that can be checked by itself, so that it can be changed together."""
     config, rl = loaded.config, loaded.config.rl_config
     model: list[DecoderConfig] = []
@@ -116,19 +132,20 @@ def _others(loaded: Loaded, world_size: int | None) -> Iterator[str]:
             if path and hub_name(str(path)) is None:
                 data_files(str(path), choice, key)
 
+    samples = not loaded.is_supervised
     yield from problems(
-        lambda: require_run_keys(loaded),
+        lambda: _check_keys(loaded),
         lambda: check_hosts(config.context.target, os.environ, world_size or 1),
-        lambda: _check_folder(config),
+        lambda: _check_folders(config, name),
         lambda: check_installed(config.monitor_config.trackers),
-        lambda: engine_notes(config),
+        lambda: engine_notes(config) if samples else None,
         lambda: check_device(config.context.target, os.environ),
     )
-    if any(problems(lambda: require_run_keys(loaded))):
+    if any(problems(lambda: _check_keys(loaded))):
         return  # Both would be said again of the same keys.
     yield from problems(
         check_data,
-        lambda: scorer_of(config).close(),
+        lambda: scorer_of(config).close() if samples else None,
         lambda: None if hub_name(config.actor_config.load) else model.append(read_model(config)),
     )
     for own in model:
@@ -159,18 +176,17 @@ def problems(*checks: Callable[[], object]) -> Iterator[str]:
 
 def summary(files: Sequence[Path], inputs: Inputs, notices: Sequence[str] = ()) -> list[str]:
     plan, environment = inputs.plan, inputs.plan.config.rl_config.environment
-    assert inputs.scorer is not None
     rewards = [
-        *inputs.scorer.names,
+        *(inputs.scorer.names if inputs.scorer is not None else ()),
         *(f"environment {text}" for text in environment or ()),
     ]
     sections = {
-        "run": [f"{plan.steps_text(len(inputs.prompts))} on {plan.world_size} ranks"],
+        "run": [f"{plan.steps_text(len(inputs.prompts))} on {counted(plan.world_size, 'rank')}"],
         "layouts": plan.layout_lines(),
         "memory": plan.memory_lines(),
         "data": inputs.data_lines(),
         "prompt": inputs.prompt_lines(),
-        "rewards": [", ".join(rewards) or "none: the teacher's log-probs alone"],
+        "rewards": [] if inputs.scorer is None else [", ".join(rewards) or TEACHER_ALONE],
         "notes": [*notices, *inputs.notes],
     }
     lines = [f"{' with '.join(map(str, files))} can run:"]

@@ -1,4 +1,4 @@
-"""Explains keys of the configuration, or prints a generated page of docs/.
+"""Explains keys of the configuration, or prints a generated page of docs/ or module.
 
 Of settings `name=value` of MindRLHF, verl or TRL, and of programs, scripts or YAML files with them, --explain prints
 the YAML that they mean here.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mindgrpo.config.reference import explain, other_trainers, reference
 from mindgrpo.config.translate import is_setting, translate
+from mindgrpo.config.trl_fields import trl_fields
 from mindgrpo.errors import UserError
 
 
@@ -23,6 +24,8 @@ def main(argv: Sequence[str]) -> None:
         print(reference())
     elif words == ["--other_trainers"]:
         print(other_trainers())
+    elif words == ["--trl_fields"]:
+        print(trl_fields())
     else:
         raise UserError(
             f"config takes --explain KEY, --reference or --other_trainers, but was given '{' '.join(words)}'; write "

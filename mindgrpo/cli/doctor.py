@@ -30,7 +30,7 @@ from mindgrpo.doctor.examine import (
     check_output,
 )
 from mindgrpo.doctor.probes.host import HostState
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.launch.options import POSITIVE
 from mindgrpo.run.machine_checks import findings
 
@@ -49,13 +49,20 @@ def main(argv: Sequence[str]) -> None:
         sys.exit(1)
 
 
+def parser() -> Arguments:
+    flags = Arguments(prog="mindgrpo doctor", allow_abbrev=False)
+    flags.add_argument("--device", action="store_true", help="examine devices, rung by rung")
+    text = f"with --device: number of ranks (default: the devices; {DEFAULT_RANKS} without any)"
+    flags.add_argument("--ranks", metavar="N", help=text)
+    text = f"with --device: only these rungs, of {', '.join(RUNGS)}"
+    flags.add_argument("--only", metavar="RUNG,...", help=text)
+    text = f"with --device: the report (default: {OUTPUT})"
+    flags.add_argument("--output", type=path, metavar="FILE.json", help=text)
+    return flags
+
+
 def _options(argv: Sequence[str]) -> Namespace:
-    parser = Arguments(prog="mindgrpo doctor", allow_abbrev=False)
-    parser.add_argument("--device", action="store_true")
-    parser.add_argument("--ranks")
-    parser.add_argument("--only")
-    parser.add_argument("--output", type=path)
-    options = parser.parse_args(list(argv))
+    options = parser().parse_args(list(argv))
     if not options.device:
         for name in ("ranks", "only", "output"):
             if getattr(options, name) is not None:
@@ -84,7 +91,7 @@ def _examine(options: Namespace, argv: Sequence[str]) -> int:
     known = 0 if target.keeps_weights_on_host else HostState.look(os.environ).num_devices
     num_ranks = int(options.ranks) if options.ranks else known or DEFAULT_RANKS
     command = f"mindgrpo doctor {shlex.join(argv)}"
-    runs_on = f"{target}, {num_ranks} rank{'s' * (num_ranks > 1)}"
+    runs_on = f"{target}, {counted(num_ranks, 'rank')}"
     machine = [str(finding) for finding in findings()]
     report = DoctorReport(runs_on, command, machine, os.environ)
     print(f"examines {runs_on}; report: {options.output}", flush=True)

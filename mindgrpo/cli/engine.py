@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Arguments(prog="mindgrpo engine", description="vLLM's environment.")
+    parser = Arguments(prog="mindgrpo engine")
     actions = parser.add_subparsers(dest="action", parser_class=Arguments)
     shown = actions.add_parser("show")
     shown.add_argument("--python", help=f"as {KEY}")

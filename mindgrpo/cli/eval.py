@@ -17,7 +17,7 @@ from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import on_first_rank
-from mindgrpo.backend.targets import check_hosts
+from mindgrpo.backend.targets import check_device, check_hosts
 from mindgrpo.cli.arguments import naming
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
@@ -25,7 +25,7 @@ from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.grpo.build import evaluation_modes, make_engine
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
@@ -167,6 +167,7 @@ def check(argv: Sequence[str], world_size: int) -> None:
         inputs = read_inputs(with_local_paths(loaded, EVALUATED).config, world_size)
     try:
         inputs.check_rewards()
+        check_device(loaded.config.context.target, os.environ)
     finally:
         assert inputs.scorer is not None
         inputs.scorer.close()
@@ -216,7 +217,9 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
         ),
         config.rl_config.seed,
     )
-    with console.phase(f"evaluating on {inputs.num_prompts} held-out prompts"):
+    with console.phase(
+        f"evaluating on {counted(inputs.num_prompts, 'prompt')} of {config.rl_config.eval_dataset_file or 'seeds'}"
+    ):
         outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
     engine.close()
     if conversations is not None:

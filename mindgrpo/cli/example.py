@@ -111,9 +111,9 @@ def command(folder: Path, source: Path) -> str:
     if not (source / folder / CONFIG).exists():
         recipe = next(iter(sorted(folder.glob("*.yaml"))))
         return f"mindgrpo launch --ranks N --config YOUR.yaml --config {recipe}"
-    config = load_config(folder / CONFIG).config
+    config = load_config(folder / CONFIG).on_ranks(None).config
     parallel = config.generate_config.parallel_config
-    words = ["mindgrpo", "launch", "--ranks", str(parallel.data_parallel * parallel.model_parallel)]
+    words = ["mindgrpo", "launch", "--ranks", str(parallel.replicas * parallel.replica_ranks)]
     words += ["--config", str(folder / CONFIG)]
     for key, word in WORDS.items():
         if str(values_by_key(config)[key]).startswith(PLACEHOLDER):

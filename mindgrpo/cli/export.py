@@ -215,17 +215,29 @@ def convert(
     return sorted(target.iterdir())
 
 
+def parser() -> Arguments:
+    flags = Arguments(prog="mindgrpo export")
+    text = "a run, one of its checkpoints, or a model directory"
+    flags.add_argument("--from", dest="source", required=True, type=path_of, help=text)
+    text = "of a run: the checkpoint that rl_config.save_ckpt_best kept"
+    flags.add_argument("--best", action="store_true", help=text)
+    text = "the new model directory"
+    flags.add_argument("--output", required=True, type=path_of, help=text)
+    dtypes = ("float32", "bfloat16", "float16")
+    flags.add_argument("--dtype", default=dtypes[0], choices=dtypes, help="default: float32")
+    text = f"size of a file at most (default: {MAX_SHARD_BYTES})"
+    flags.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES, help=text)
+    text = "whose names the tensors get (default: huggingface)"
+    flags.add_argument("--format", default=FORMATS[0], choices=FORMATS, help=text)
+    text = "of a checkpoint: the model that its run began with, for config.json and tokenizer"
+    flags.add_argument("--model", type=path_of, help=text)
+    text = "the tokenizer to store with the model (default: that of the run)"
+    flags.add_argument("--tokenizer_dir", type=path_of, help=text)
+    return flags
+
+
 def main(argv: Sequence[str]) -> None:
-    parser = Arguments(prog="mindgrpo export")
-    parser.add_argument("--from", dest="source", required=True, type=path_of)
-    parser.add_argument("--best", action="store_true")
-    parser.add_argument("--output", required=True, type=path_of)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--max_shard_bytes", type=int, default=MAX_SHARD_BYTES)
-    parser.add_argument("--format", default=FORMATS[0], choices=FORMATS)
-    parser.add_argument("--model", type=path_of)
-    parser.add_argument("--tokenizer_dir", type=path_of)
-    flags = parser.parse_args(list(argv))
+    flags = parser().parse_args(list(argv))
     shards = flags.max_shard_bytes
     source = fetch_local(str(flags.source), "model", "--from")
     source = best_checkpoint(source) if flags.best else source

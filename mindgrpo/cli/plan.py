@@ -70,32 +70,46 @@ def whole(text: str) -> int:
 
 @dataclass(frozen=True)
 class Flags:
-    """`links` None where no flag describes them; `layouts`: others are planned and ranked."""
+    """`links` and `ranks` are None where no flag says; `layouts`: others are planned and ranked."""
 
     must_fit: bool
     layouts: bool
     links: Links | None
+    ranks: int | None = None
+
+
+def parser() -> Arguments:
+    flags = Arguments(prog="mindgrpo plan", allow_abbrev=False)
+    text = (
+        "number of ranks, for layouts without a data_parallel (default: what the layouts ask for)"
+    )
+    flags.add_argument("--ranks", type=whole, metavar="N", help=text)
+    text = "exit status 1 unless the run fits context.max_device_memory"
+    flags.add_argument("--must_fit", action="store_true", help=text)
+    text = "also plan other layouts of as many ranks, and rank them by the seconds of a step"
+    flags.add_argument("--layouts", action="store_true", help=text)
+    text = "also the reshard's seconds, where a host's link carries X 10^9 bytes/s each way"
+    flags.add_argument(LINK, dest="link", type=above_zero, metavar="X", help=text)
+    text = "with it: ranks that share a host's link (1)"
+    flags.add_argument(PER_HOST, dest="per_host", type=whole, metavar="N", help=text)
+    text = "with it: 10^9 bytes/s inside a host (default: takes no time)"
+    flags.add_argument(LOCAL, dest="local", type=above_zero, metavar="Y", help=text)
+    return flags
 
 
 def read_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
     """Returns what the flags say, and the words that are left."""
-    parser = Arguments(prog="mindgrpo plan", allow_abbrev=False)
-    parser.add_argument("--must_fit", action="store_true")
-    parser.add_argument("--layouts", action="store_true")
-    parser.add_argument(LINK, dest="link", type=above_zero)
-    parser.add_argument(PER_HOST, dest="per_host", type=whole)
-    parser.add_argument(LOCAL, dest="local", type=above_zero)
-    flags, rest = parser.parse_known_args(list(argv))
+    flags, rest = parser().parse_known_args(list(argv))
     if flags.link is None:
         if flags.per_host or flags.local:
             raise UserError(
                 f"{PER_HOST if flags.per_host else LOCAL} has no effect without {LINK}; add {LINK} with the bandwidth "
                 "of a host's network link."
             )
-        return Flags(flags.must_fit, flags.layouts, None), rest
+        return Flags(flags.must_fit, flags.layouts, None, flags.ranks), rest
     local = flags.local and flags.local * GIGA
     links = Links(flags.link * GIGA, flags.per_host or 1, local)
-    return Flags(flags.must_fit, flags.layouts, links), rest
+    return Flags(flags.must_fit, flags.layouts, links, flags.ranks), rest
 
 
 def _not_counted(plan: RunPlan) -> list[str]:
@@ -125,10 +139,11 @@ def _parameters(model: DecoderConfig) -> str:
 
 
 def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verdict:
+    loaded = loaded.on_ranks(flags.ranks)
     model, where = shapes_of(loaded.config)
     is_there = Path(loaded.config.reference_load, "config.json").is_file()
     teacher = read_teacher(loaded.config, model) if is_there else None
-    plan = plan_run(loaded.config, model, world_size=None, teacher=teacher)
+    plan = plan_run(loaded.config, model, flags.ranks, teacher)
     fit = verdict(loaded, plan)
     sections = {
         "model": [
@@ -186,4 +201,6 @@ def main(argv: Sequence[str]) -> None:
         loaded = with_local_paths(loaded, MODELS, shapes=True)
     fit = print_plan(loaded, flags)
     if flags.must_fit and not fit.fits:
+        # The verdict is in the middle of what was printed.
+        print(f"--must_fit: {fit.lines()[0]}")
         raise SystemExit(1)

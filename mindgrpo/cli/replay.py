@@ -27,12 +27,16 @@ from mindgrpo.run.named_sources import fetch_local
 ROLES = ("actor_config", "ref_config", "generate_config")
 
 
+def parser() -> Arguments:
+    flags = Arguments(prog="mindgrpo replay")
+    flags.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
+    flags.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
+    flags.add_argument("--output", type=path_of, help="a new JSON file for what is printed")
+    return flags
+
+
 def main(argv: Sequence[str]) -> None:
-    parser = Arguments(prog="mindgrpo replay")
-    parser.add_argument("dump", type=path_of, help="a run's dumps/step_* folder")
-    parser.add_argument("--model", type=path_of, help="weights to use instead of the dump's own")
-    parser.add_argument("--output", type=path_of, help="a new JSON file for what is printed")
-    flags = parser.parse_args(list(argv))
+    flags = parser().parse_args(list(argv))
     if flags.output and flags.output.exists():
         raise UserError(
             f"--output '{flags.output}' exists and is not overwritten; name a new file."

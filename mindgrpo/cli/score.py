@@ -14,7 +14,7 @@ from typing import Any
 
 from mindgrpo.cli.arguments import Arguments, naming
 from mindgrpo.cli.arguments import path as path_of
-from mindgrpo.config import memory_bytes
+from mindgrpo.config import load_config, memory_bytes
 from mindgrpo.data.examples import (
     ANSWER_KEYS,
     MAP_WHERE,
@@ -26,7 +26,7 @@ from mindgrpo.data.examples import (
 from mindgrpo.data.mindrecord import read_mindrecord
 from mindgrpo.data.row_files import ListedRows, Row, Rows
 from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.monitor.console import number
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
 from mindgrpo.rewards.call import COMPLETIONS, COMPLETIONS_KEY, Columns
@@ -87,12 +87,12 @@ class ScoreTrial:
             yield ScoreTrial(texts, answers, columns, self.note, as_messages=messages)
 
 
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Arguments(
-        prog="mindgrpo score", description="Tries rewards on a file, or talks to an environment."
-    )
+def parser() -> Arguments:
+    parser = Arguments(prog="mindgrpo score", allow_abbrev=False)
+    text = "a run's configuration, whose rewards (or environment), data and limits are those of flags that are left out"
+    parser.add_argument("--config", type=path_of, action="append", metavar="FILE", help=text)
     text = "a built-in name, module:function or file.py:function; once for each reward"
-    tried = parser.add_mutually_exclusive_group(required=True)
+    tried = parser.add_mutually_exclusive_group()
     tried.add_argument("--reward", action="append", help=text)
     text = "as rl_config.environment; several times as a list there"
     tried.add_argument("--environment", action="append", help=text)
@@ -103,22 +103,54 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     text = "with --environment: the model that plays, a run or a Hugging Face directory"
     parser.add_argument("--model", type=path_of, help=text)
     text = "with --model: as rl_config.max_turns"
-    parser.add_argument("--max-turns", type=int, default=8, help=text)
+    parser.add_argument("--max-turns", type=int, help=text)
     parser.add_argument("--chat-template", help="with --model: as rl_config.chat_template")
     text = "default: completion, or the answers themselves where there is no such column"
     parser.add_argument("--completion-column", help=text)
     text = "default: answer, solution or ground_truth; what follows #### in it is the gold answer"
     parser.add_argument("--answer-column", help=text)
     text = "what functions of your own get, as reward_config.completions (text)"
-    parser.add_argument("--completions", choices=("text", "messages"), default="text", help=text)
+    parser.add_argument("--completions", choices=("text", "messages"), help=text)
     text = "NAME=KEY,...: names of columns, as rl_config.dataset_map_keys"
-    parser.add_argument("--map-keys", default="", help=text)
+    parser.add_argument("--map-keys", metavar="NAME=KEY,...", help=text)
     parser.add_argument("--limit", type=int, default=STEP, help="rows to score; 0: all (64)")
-    parser.add_argument("--deadline", type=float, default=10.0, help="as reward_config.deadline")
-    parser.add_argument("--memory", default="2GB", help="as reward_config.memory")
+    parser.add_argument("--deadline", type=float, help="as reward_config.deadline")
+    parser.add_argument("--memory", help="as reward_config.memory")
     text = "tokens, for rewards by length (default: none)"
     parser.add_argument("--max-completion-length", type=int, help=text)
-    return parser.parse_args(list(argv))
+    return parser
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the flags; those that are left out have the values of --config, or the defaults of a run."""
+    flags, words = parser().parse_known_args(list(argv))
+    if words and not flags.config:
+        raise UserError(f"'{words[0]}' is no flag of mindgrpo score; see mindgrpo score --help.")
+    config = load_config(flags.config or [], words).config
+    rl, rewards = config.rl_config, config.reward_config
+    if not flags.reward and not flags.environment:
+        flags.reward, flags.environment = rewards.verifier_function, rl.environment
+    if not flags.reward and not flags.environment:
+        raise UserError(
+            "score needs something to try; give --reward NAME, --environment NAME, or --config with one of them."
+        )
+    own: dict[str, Any] = {
+        "split": None,
+        "map_keys": ",".join(rl.dataset_map_keys),
+        "deadline": rl.environment_deadline if flags.environment else rewards.deadline,
+        "memory": rewards.memory,
+        "completions": rewards.completions or "text",
+        "max_turns": rl.max_turns,
+        "chat_template": rl.chat_template,
+    }
+    if rl.dataset_file and not flags.seed and flags.data is None:
+        own |= {"data": Path(rl.dataset_file), "split": rl.dataset_split}
+    if flags.config:
+        own["max_completion_length"] = config.generate_config.sampling_config.max_tokens
+    for name, value in own.items():
+        if getattr(flags, name, None) is None:
+            setattr(flags, name, value)
+    return flags
 
 
 def main(argv: Sequence[str]) -> None:
@@ -134,7 +166,7 @@ def main(argv: Sequence[str]) -> None:
     if flags.data is None:
         raise UserError("--reward needs rows to score; name a file or directory with --data.")
     with naming(FLAGS):
-        rows = read_rows(flags.data, flags.limit, row_form(flags))
+        rows = read_rows(flags.data, flags.limit, row_form(flags), flags.split)
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
     if flags.completions == "messages":
         trial = with_messages(trial, rows)
@@ -150,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
                 trial.unanswered,
                 trial.as_messages,
             )
-            print(f"{len(rows)} rows of {flags.data}{trial.note}\n")
+            print(f"{counted(len(rows), 'row')} of {flags.data}{trial.note}\n")
             show(trial, scorer)
         finally:
             scorer.close()
@@ -167,7 +199,7 @@ def talk(flags: argparse.Namespace, limits: Limits) -> None:
     with naming({**ENVIRONMENT_FLAGS, MAP_WHERE: "--map-keys"}):
         rows = seeds
         if flags.data is not None:
-            rows = read_rows(flags.data, flags.limit, row_form(flags))
+            rows = read_rows(flags.data, flags.limit, row_form(flags), flags.split)
         if flags.model is None:
             play(flags, rows, CallLimits(limits.deadline, limits.memory))
         else:
@@ -178,9 +210,9 @@ def row_form(flags: argparse.Namespace) -> RowForm:
     return RowForm(None, parse_key_map(list(filter(None, flags.map_keys.split(",")))))
 
 
-def read_rows(path: Path, limit: int, form: RowForm) -> list[Row]:
+def read_rows(path: Path, limit: int, form: RowForm, split: str | None = None) -> list[Row]:
     """Reads the first `limit` rows, all for 0, of whatever a run reads. Raises UserError."""
-    choice = replace(FOR_TRAINING, key="--data")
+    choice = replace(FOR_TRAINING, key="--data", name=split)
     path = fetch_local(str(path), "data", "--data", choice)
     files = data_files(path, choice, "--data")
     if files[0].suffix == ".mindrecord":

@@ -18,7 +18,7 @@ from mindgrpo.config.command_line import model_in
 from mindgrpo.environments.contract import ENVIRONMENT, Observation, Opening, Question
 from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.pool import EnvironmentPool
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.grpo.settings import runtime_settings
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.monitor.console import number
@@ -54,12 +54,12 @@ def _conversation(pool: EnvironmentPool, name: str, sample: int, opening: Openin
     while True:
         _show(observation.messages)
         if observation.is_done:
-            print(f"done: reward {number(total)} in {num_turns} turns")
+            print(f"done: reward {number(total)} in {counted(num_turns, 'turn')}")
             return True
         try:
             turn = input("assistant> ")
         except EOFError:
-            print(f"\nnot done: reward {number(total)} in {num_turns} turns")
+            print(f"\nnot done: reward {number(total)} in {counted(num_turns, 'turn')}")
             return False
         if not sys.stdin.isatty():
             print(turn)

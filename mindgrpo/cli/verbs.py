@@ -14,43 +14,45 @@ import select
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mindgrpo.errors import UserError, escape_what_cannot_be_shown, print_user_error
 
 STANDARD_OUTPUTS = (1, 2)
 # Of verbs that share one with another.
-MODULES = {"train": "launch", "report": "watch"}
+MODULES = {"train": "launch"}
+HELP, HELP_KEYS = ("-h", "--help"), "--help-keys"
 # The lines of the help, by verb.
 USAGE = {
     "launch": """\
-  launch  --ranks N [--max_restarts M] --config YAML  train on N ranks, started again up to M times
-          ... -- PROGRAM [ARGUMENTS]                 ... or run a program of your own, or -- eval|sft --config YAML
-          [--hosts H --host_index I --master A:PORT] ... shared by H hosts, of which this is I, and 0 has address A
-          [--cluster auto|msrun|slurm|ascendjob]     ... which the variables of that scheduler say (msrun: none)""",
+  launch  --ranks N --config FILE [--key value ...]  train on N ranks of this host
+          [--max_restarts M]                         ... started again up to M times
+          ... -- PROGRAM [ARGUMENTS]                 ... or run a program of your own, or -- eval|sft --config FILE
+          [--hosts H --host_index I --master A:PORT] ... on H hosts, of which this is host I; A is host 0's
+          [--cluster auto|msrun|slurm|ascendjob]     ... or the scheduler says these (msrun: the flags)""",
     "train": """\
   train   --config FILE [--key value ...]            train on the ranks that msrun started, or alone""",
     "sft": """\
   sft     --config FILE [--key value ...]            supervised training, on given answers""",
     "eval": """\
-  eval    --config FILE [--model RUN_OR_MODEL]       rewards, mean@n and pass@k of a model on held-out prompts;
-                                                     a run's model needs no --config: it has the run's
+  eval    --config FILE [--key value ...]            rewards, mean@n and pass@k of a model on held-out prompts
+          [--model RUN_OR_MODEL]                     ... of this model; a run's needs no --config, but has the run's
           [--data FILE] [--num_generations N]        ... with other data, several samples a prompt,
           [--greedy] [--samples N] [--step N]        ... greedy, fewer prompts, the seed of step N (default 0)
           [--output FILE.json] [--completions FILE]  ... kept as JSON, and what was answered as JSONL""",
     "watch": """\
   watch   RUN                                        the steps of a run from another terminal, as they come""",
     "check": """\
-  check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device""",
+  check   [--ranks N] --config FILE [--key value]    validate everything a run is given, without a device
+          ... sft|eval --config FILE [--key value]   ... everything that this verb is given""",
     "plan": """\
-  plan    --config FILE [--key value ...]            layouts, memory by phase, whether it fits, reshard traffic, batches
-          [--must_fit]                               exit status 1 unless it fits context.max_device_memory
-          [--link_GB_per_s X]                        and the reshard's seconds, where a host's link carries X 10^9
-          [--ranks_per_host N [--local_GB_per_s Y]]  bytes/s each way; N ranks a host (1), inside it Y (free)""",
+  plan    [--ranks N] --config FILE [--key value]    layouts, memory by phase, whether it fits, reshard traffic, batches
+          [--layouts] [--must_fit]                   ... and other layouts by speed; fail unless it fits""",
     "config": """\
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
           --explain NAME=VALUE ... | FILE            the YAML that settings of MindRLHF, verl or TRL mean here
-          | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them""",
+          | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them
+          | --trl_fields                             ... or the source of GRPOConfig's declaration""",
     "example": """\
   example [NAME]                                     an example into the present folder, with the command to run it""",
     "doctor": """\
@@ -62,7 +64,7 @@ USAGE = {
           install [--target DIR]      vLLM into an environment of its own (.venv-vllm, 1.8 GB)""",
     "score": """\
   score   --reward NAME_OR_FILE:FUNCTION --data DATA  tries a reward on a data set, without a model
-          [--map-keys NAME=KEY,...]                  ... with columns of other names
+          --config FILE                              ... those of a run's configuration
           --environment NAME [--seed N] [--model DIR] ... or talks to an environment by hand, or with a model""",
     "export": """\
   export  --from RUN_OR_CHECKPOINT_OR_MODEL --output DIR [--dtype float32|bfloat16|float16]
@@ -79,15 +81,42 @@ def usage(verbs: Sequence[str] = tuple(USAGE)) -> str:
     return "\n".join(["usage: mindgrpo VERB ...", *(USAGE[verb] for verb in verbs)])
 
 
-def _help(verb: str, described: str) -> str:
-    sections = [usage([verb]), described.strip()]
-    if "--config FILE" in USAGE[verb]:
-        from mindgrpo.config.reference import keys_by_section
-        from mindgrpo.config.supervised import is_read
+def _help(verb: str, described: str, flags: str) -> str:
+    """Returns the help of a verb: one screen, of which keys of the configuration have only their short flags."""
+    sections = [usage([verb]), described.strip(), flags]
+    if _takes_keys(verb):
+        from mindgrpo.config.reference import short_flags
 
-        of_verb = [is_read] if verb == "sft" else []
-        sections.append(keys_by_section(shutil.get_terminal_size().columns, *of_verb))
-    return "\n\n".join(sections)
+        sections.append(
+            f"any key of the file as --section.key VALUE (mindgrpo {verb} {HELP_KEYS} [SECTION] lists them); shorter:\n"
+            + short_flags(*_keys_of(verb))
+        )
+    return "\n\n".join(filter(None, sections))
+
+
+def _help_keys(verb: str, words: list[str]) -> str:
+    """Returns the keys that a verb reads, of the section behind --help-keys if there is one. Raises UserError."""
+    if not _takes_keys(verb):
+        raise UserError(
+            f"{HELP_KEYS} is for verbs that run a configuration; see mindgrpo train {HELP_KEYS}."
+        )
+    from mindgrpo.config.reference import keys_by_section
+
+    flag = next(word for word in words if word.partition("=")[0] == HELP_KEYS)
+    after = words[words.index(flag) + 1 :][:1]
+    section = flag.partition("=")[2] or next((word for word in after if word[:1] != "-"), "")
+    return keys_by_section(shutil.get_terminal_size().columns, section, *_keys_of(verb))
+
+
+def _takes_keys(verb: str) -> bool:
+    return "[--key value" in USAGE[verb]
+
+
+def _keys_of(verb: str) -> list[Callable[[str], bool]]:
+    """Returns what tells the keys that a verb reads; nothing of one that reads all."""
+    from mindgrpo.config.supervised import is_read
+
+    return [is_read] if verb == "sft" else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,7 +148,7 @@ def _is_unread() -> bool:
 
 
 def _run(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+    if not words or words[0] in HELP:
         print(usage())
         return 0 if words else 2
     verb, *rest = words
@@ -132,8 +161,12 @@ def _run(words: list[str]) -> int:
             run = getattr(module, verb)
             described = inspect.getdoc(run)
         own = rest[: rest.index("--")] if "--" in rest else rest
-        if {"-h", "--help"} & {*own}:
-            print(_help(verb, str(described)))
+        if {*HELP} & {*own}:
+            flags = module.parser().flags_help if hasattr(module, "parser") else ""
+            print(_help(verb, str(described), flags))
+            return 0
+        if any(word.partition("=")[0] == HELP_KEYS for word in own):
+            print(_help_keys(verb, own))
             return 0
         run(rest)
     except UserError as error:

@@ -6,7 +6,6 @@ run was started by `mindgrpo launch` on this host.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import yaml
 
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.cli.arguments import path as path_of
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.monitor.console import Console
 from mindgrpo.monitor.metrics import StepFollower
 from mindgrpo.monitor.run_directory import PROCESS_FILE, RunProcess, read_process
@@ -27,15 +26,15 @@ LONG_PHASE = 10.0
 HELD_OUT = {"eval/": "held out", "eval_greedy/": "held out, greedy"}
 
 
-def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Arguments(prog="mindgrpo watch", description="Follow a run.")
-    parser.add_argument("run", metavar="RUN", type=path_of, help="a run's folder")
-    return parser.parse_args(list(argv))
+def parser() -> Arguments:
+    flags = Arguments(prog="mindgrpo watch")
+    flags.add_argument("run", metavar="RUN", type=path_of, help="a run's folder")
+    return flags
 
 
 def main(argv: Sequence[str]) -> None:
     # A link such as output/latest may soon lead to another run.
-    directory = arguments(argv).run.resolve()
+    directory = parser().parse_args(list(argv)).run.resolve()
     if not (directory / PROCESS_FILE).exists() and not (directory / "metrics.jsonl").exists():
         raise UserError(
             f"{directory} holds no run (no metrics.jsonl); name a run's folder, such as output/latest."
@@ -91,7 +90,7 @@ class _Watched:
         summary = self._summary()
         if summary is not None:
             reason = f": {summary['ended']}" if "ended" in summary else ""
-            return f"the run has ended after {summary.get('steps')} steps{reason}"
+            return f"the run has ended after {counted(summary['steps'], 'step')}{reason}"
         if process is None:
             return f"whether the run continues is not known: its folder has no {PROCESS_FILE}"
         if process.is_alive is None:
@@ -129,24 +128,3 @@ class _Watched:
         if phase != self._shown_phase and (self._shown_phase is None or seconds > LONG_PHASE):
             self._shown_phase = phase
             self._console.line(f"  now in {heartbeat.position}, for {seconds:.0f} s")
-
-
-def report(argv: Sequence[str]) -> None:
-    """Writes a page about one run, or about two side by side: `python -m mindgrpo report`.
-
-    The page is one HTML file that needs no network: curves, the samples of steps, held-out answers, configuration. A
-    run writes its own when it ends (monitor_config.report); this writes it again, or for a run that is under way or was
-    killed.
-    """
-    from mindgrpo.report.write import write_report
-
-    parser = Arguments(prog="mindgrpo report", description="Writes a page about one or two runs.")
-    text = "the folder of a run, as output/latest; two are shown side by side"
-    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help=text)
-    text = "default: report.html, or report_vs_NAME.html for two, in the first run's folder"
-    parser.add_argument("--output", type=path_of, help=text)
-    flags = parser.parse_args(list(argv))
-    if len(flags.runs) > 2:
-        raise UserError(f"{len(flags.runs)} runs are named; a page shows one run, or two.")
-    page = write_report(flags.runs, flags.output)
-    print(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")

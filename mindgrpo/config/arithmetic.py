@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from mindgrpo.config.rl import DEFAULT_PROMPTS
+from mindgrpo.config.roles import ParallelConfig
 from mindgrpo.config.schema import Config
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted, error_of
 
 Works = Callable[[tuple[int, ...]], bool]
 _AXES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
@@ -74,46 +76,79 @@ class BatchPlan:
         at_most = "at most " if self.samples_per_step % self.updates_per_rollout else ""
         cut = f" in {rl.micro_batch_interleaved} parts" if rl.micro_batch_interleaved > 1 else ""
         in_a_row = rl.pack_num if rl.packing else 1
-        packed = f"at most {_count(in_a_row, 'sample')}" if in_a_row else "as many samples as fit"
-        rows = rl.batch_size * train.data_parallel
+        packed = f"at most {counted(in_a_row, 'sample')}" if in_a_row else "as many samples as fit"
+        rows = rl.batch_size * train.replicas
         # Where no two samples share a row.
         most = math.ceil(self.samples_per_update / rows)
+        follows = ""
+        if rl.counts_rollouts:
+            follows = (
+                f"; rl_config.prompts_per_step {self.prompts_per_step} keeps it in every layout"
+            )
         lines = [
-            f"samples a step: {prompts} = {self.samples_per_step}",
-            f"updates a rollout: {updates}, {at_most}{self.samples_per_update} samples each",
-            f"rows: at most {rl.seq_length} tokens, {packed}; {_count(rows, 'row')} a micro-batch{cut}, at most "
-            f"{_count(most, 'micro-batch', 'micro-batches')} an update",
+            f"samples a step: {prompts} = {self.samples_per_step}{follows}",
+            f"updates a rollout: {updates}, {at_most}{counted(self.samples_per_update, 'sample')} each",
+            f"rows: at most {rl.seq_length} tokens, {packed}; {counted(rows, 'row')} a micro-batch{cut}, at most "
+            f"{counted(most, 'micro-batch', 'micro-batches')} an update",
         ]
         if rl.num_iterations > 1:
             lines.append(
-                f"optimizer steps a rollout: {self.updates_per_rollout} updates x num_iterations "
+                f"optimizer steps a rollout: {counted(self.updates_per_rollout, 'update')} x num_iterations "
                 f"{rl.num_iterations} = {self.updates_per_step}"
             )
         if rl.partial_rollout:
             lines.append(
-                f"partial rollouts: {self.prompts_under_way} prompts under way, looked at every {rl.rollout_chunk} "
-                f"tokens, and none for more than {_count(rl.staleness_limit, 'further step')}"
+                f"partial rollouts: {counted(self.prompts_under_way, 'prompt')} under way, looked at every "
+                f"{rl.rollout_chunk} tokens, and none for more than {counted(rl.staleness_limit, 'further step')}"
             )
         return lines + [f"warning: {warning}" for warning in self.warnings()]
 
 
+def laid_out(config: Config, world_size: int | None = None) -> Config:
+    """Returns `config` with a data_parallel in every layout that has none: the ranks that its other axes leave.
+
+    Without `world_size` the run has as many ranks as a layout with a data_parallel, the trainer's above the
+    generator's, or else as few as both can use.
+    """
+    actor, generate = config.actor_config.parallel_config, config.generate_config.parallel_config
+    if world_size is None:
+        counted = (
+            own.replicas * own.replica_ranks for own in (actor, generate) if own.data_parallel
+        )
+        world_size = next(counted, math.lcm(actor.replica_ranks, generate.replica_ranks))
+    changes = {}
+    for role in ("actor_config", "generate_config", "ref_config"):
+        section = getattr(config, role)
+        parallel: ParallelConfig | None = section.parallel_config
+        if parallel is not None and parallel.data_parallel is None:
+            replicas = max(1, world_size // parallel.replica_ranks)
+            filled = parallel.model_copy(update={"data_parallel": replicas})
+            changes[role] = section.model_copy(update={"parallel_config": filled})
+    return config.model_copy(update=changes) if changes else config
+
+
 def validate_world(config: Config, world_size: int, works: Works = lambda _: True) -> None:
-    """Raises UserError for a role whose layout does not fit the number of ranks that run.
+    """Raises UserError for every role whose layout does not fit the number of ranks that run.
 
     Proposes layouts for which `works` is true: those that the model allows.
     """
+    wrong = []
     for role, parallel, most in (
         ("actor_config", config.actor_config.parallel_config, _AXES),
         ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
         ("ref_config", config.ref_config.parallel_config, _AXES),
     ):
-        axes = most if parallel and parallel.context_ranks > 1 else most[:3]
-        layout = tuple(getattr(parallel, axis) for axis in axes) if parallel else (world_size,)
+        if parallel is None:
+            continue
+        axes = most if parallel.context_ranks > 1 else most[:3]
+        layout = (parallel.replicas, *(getattr(parallel, axis) for axis in axes[1:]))
         size, is_reference = math.prod(layout), role == "ref_config"
         # The reference may leave ranks idle.
         if size > world_size or (size < world_size and not is_reference):
             end = ", or ref_config.parallel_config to null for the actor's" if is_reference else ""
-            raise UserError(f"{_wrong_layout(role, layout, world_size, works)}{end}.")
+            wrong.append(f"{_wrong_layout(role, layout, world_size, works)}{end}.")
+    if wrong:
+        raise error_of(wrong)
 
 
 def schedule_notes(config: Config, updates: int) -> list[str]:
@@ -122,13 +157,13 @@ def schedule_notes(config: Config, updates: int) -> list[str]:
     notes = []
     if schedule.warmup_step >= updates:
         notes.append(
-            f"{prefix}warmup_step {schedule.warmup_step} is not below the run's {updates} updates: "
+            f"{prefix}warmup_step {schedule.warmup_step} is not below the run's {counted(updates, 'update')}: "
             f"lr {schedule.lr} is only reached at its end, if at all"
         )
     decay = schedule.decay_steps
     if decay is not None and decay > 2 * updates and schedule.lr_decay_style != "constant":
         notes.append(
-            f"{prefix}decay_steps {decay} is far beyond the run's {updates} updates, so lr hardly "
+            f"{prefix}decay_steps {decay} is far beyond the run's {counted(updates, 'update')}, so lr hardly "
             f"falls; null makes it the length of the run"
         )
     return notes
@@ -137,11 +172,12 @@ def schedule_notes(config: Config, updates: int) -> list[str]:
 def nearest_layouts(
     wanted: tuple[int, ...], world_size: int, works: Works = lambda _: True
 ) -> list[str]:
-    """Returns up to three layouts of exactly `world_size` ranks that work, those first that change `wanted` least."""
+    """Returns up to three layouts of exactly `world_size` ranks that work: `wanted` if it does, data parallelism alone,
+    then those that change `wanted` least."""
 
-    def distance(layout: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
+    def distance(layout: tuple[int, ...]) -> tuple[bool, bool, float, tuple[int, ...]]:
         steps = (abs(math.log2(a / b)) for a, b in zip(layout, wanted, strict=True))
-        return round(sum(steps), 6), layout
+        return layout != wanted, layout[0] != world_size, round(sum(steps), 6), layout
 
     divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
     products = itertools.product(divisors, repeat=len(wanted))
@@ -157,14 +193,16 @@ def nearest_layouts(
 def _prompts(config: Config) -> tuple[int, str]:
     rl, infer = config.rl_config, config.generate_config.parallel_config
     generations = f"num_generations {rl.num_generations}"
-    if rl.prompts_per_step is not None:
-        return rl.prompts_per_step, f"prompts_per_step {rl.prompts_per_step} x {generations}"
-    chunk = rl.chunk_size or 1
+    if not rl.counts_rollouts:
+        prompts = rl.prompts_per_step or DEFAULT_PROMPTS
+        by_default = "" if rl.prompts_per_step else " (the default)"
+        return prompts, f"prompts_per_step {prompts}{by_default} x {generations}"
+    rollouts, chunk = rl.num_rollouts or 1, rl.chunk_size or 1
     formula = (
-        f"num_rollouts {rl.num_rollouts} x chunk_size {chunk} x generating data_parallel "
-        f"{infer.data_parallel} x {generations}"
+        f"num_rollouts {rollouts} x chunk_size {chunk} x generating data_parallel {infer.replicas} x "
+        f"{generations}"
     )
-    return rl.num_rollouts * chunk * infer.data_parallel, formula
+    return rollouts * chunk * infer.replicas, formula
 
 
 def _updates(config: Config, samples: int) -> tuple[int, str]:
@@ -173,11 +211,11 @@ def _updates(config: Config, samples: int) -> tuple[int, str]:
     if train.micro_batch_num is not None:
         pack = (rl.pack_num or 1) if rl.packing else 1
         derived = math.ceil(
-            samples / (rl.batch_size * train.data_parallel * train.micro_batch_num * pack)
+            samples / (rl.batch_size * train.replicas * train.micro_batch_num * pack)
         )
         formula = (
             f"ceil({samples} samples / (batch_size {rl.batch_size} x data_parallel "
-            f"{train.data_parallel} x micro_batch_num {train.micro_batch_num} x pack_num {pack})) "
+            f"{train.replicas} x micro_batch_num {train.micro_batch_num} x pack_num {pack})) "
             f"= {derived}"
         )
     if rl.updates_per_rollout is None:
@@ -211,12 +249,12 @@ def _check_partial(config: Config, prompts: int, updates: int) -> None:
 def _too_many_updates(config: Config, prompts: int, samples: int, updates: int) -> str:
     rl = config.rl_config
     generations = math.ceil(updates / prompts)
-    a_rollout = prompts // rl.num_rollouts * rl.num_generations
-    more = f"rl_config.num_rollouts {math.ceil(updates / a_rollout)}"
-    if rl.prompts_per_step is not None:
-        more = f"rl_config.prompts_per_step {math.ceil(updates / rl.num_generations)}"
+    more = f"rl_config.prompts_per_step {math.ceil(updates / rl.num_generations)}"
+    if rl.counts_rollouts:
+        a_rollout = prompts // (rl.num_rollouts or 1) * rl.num_generations
+        more = f"rl_config.num_rollouts {math.ceil(updates / a_rollout)}"
     return (
-        f"rl_config.updates_per_rollout {updates} is above the {samples} samples of a step "
+        f"rl_config.updates_per_rollout {updates} is above the {counted(samples, 'sample')} of a step "
         f"({_prompts(config)[1]}), and every update needs a sample; "
         f"rl_config.updates_per_rollout {samples}, rl_config.num_generations {generations} or "
         f"{more} would work."
@@ -235,10 +273,6 @@ def _wrong_layout(role: str, layout: tuple[int, ...], world_size: int, works: Wo
         remedies.append(f"set {role}.parallel_config ({'/'.join(axes)}) to {listed}")
     remedy = ", or ".join(remedies) or "no layout of so many ranks fits the model: start others"
     return (
-        f"{role}.parallel_config asks for {asked} = {_count(start, 'rank')}, but the run has "
-        f"{_count(world_size, 'rank')}; {remedy}"
+        f"{role}.parallel_config asks for {asked} = {counted(start, 'rank')}, but the run has "
+        f"{counted(world_size, 'rank')}; {remedy}"
     )
-
-
-def _count(number: int, one: str, many: str | None = None) -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -18,6 +18,7 @@ from mindgrpo.config.roles import (
     RefConfig,
     SamplingConfig,
 )
+from mindgrpo.errors import counted
 
 
 class Contradiction(ValueError):
@@ -44,8 +45,9 @@ def model_contradictions(
             )
         elif isinstance(offset, list) and chunks == 1 and len(offset) != stages:
             yield (
-                f"{role}.offset {offset} has {len(offset)} entries for {stages} pipeline stages "
-                f"({role}.parallel_config.pipeline_stage); give one entry a stage, or 0"
+                f"{role}.offset {offset} has {counted(len(offset), 'entry', 'entries')} for "
+                f"{counted(stages, 'pipeline stage')} ({role}.parallel_config.pipeline_stage); give one entry a stage, "
+                "or 0"
             )
     recompute, prefix = actor.recompute_config, "actor_config.recompute_config."
     if recompute.recompute and recompute.select_recompute is not False:
@@ -70,7 +72,7 @@ def batch_contradictions(rl: RLConfig) -> Iterator[str]:
             f"rl_config.prompts_per_step {rl.prompts_per_step} and rl_config.chunk_size "
             f"{rl.chunk_size} both say how many prompts a step takes; set one of them to null"
         )
-    if rl.prompts_per_step is not None and rl.num_rollouts > 1:
+    if rl.prompts_per_step is not None and (rl.num_rollouts or 1) > 1:
         yield (
             f"rl_config.prompts_per_step {rl.prompts_per_step} counts the prompts of a whole step, "
             f"so rl_config.num_rollouts cannot be {rl.num_rollouts}; set it to 1"
@@ -113,8 +115,8 @@ def data_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator[str]:
     # Functions may also be given in Python, and then the weights are theirs.
     if weights is not None and functions and len(weights) != len(functions):
         yield (
-            f"reward_config.verifier_weight has {len(weights)} weights and "
-            f"reward_config.verifier_function has {len(functions)} functions; give one weight a "
+            f"reward_config.verifier_weight has {counted(len(weights), 'weight')} and "
+            f"reward_config.verifier_function has {counted(len(functions), 'function')}; give one weight a "
             "function, or leave verifier_weight out for 1.0 each"
         )
     files = [path for path in (rl.dataset_file, rl.eval_dataset_file) if path]

@@ -10,7 +10,7 @@ from mindgrpo.config.names import SECTIONS, aliases, nearest, suggestion
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
 from mindgrpo.config.supervised import is_of_supervised
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, error_of
 
 CONFIG = "--config"
 FLAGS: dict[str, str] = {
@@ -33,6 +33,9 @@ FLAGS: dict[str, str] = {
     "--verbose": "verbose",
 }
 
+# Of the launcher alone, which starts programs and verbs on ranks.
+OF_LAUNCH = ("--ranks", "--max_restarts", "--hosts", "--host_index", "--master", "--cluster")
+
 
 def split_overrides(argv: Sequence[str], switches: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Returns `--flag value` and `--flag=value` as (flag, value); a switch may stand alone. Raises UserError."""
@@ -44,6 +47,8 @@ def split_overrides(argv: Sequence[str], switches: Sequence[str] = ()) -> list[t
             # Hydra's form, which verl's scripts have.
             theirs = aliases().remedy(flag.removeprefix("+"), "--") if equals else None
             remedy = theirs or "write --key value, and quote values that hold spaces"
+            if flag.endswith((".yaml", ".yml")):
+                remedy = f"write {CONFIG} {flag}"
             raise UserError(f"'{flag}' on the command line belongs to no flag; {remedy}.")
         if not equals:
             if words and not words[0].startswith("--"):
@@ -69,6 +74,10 @@ def key_of(flag: str) -> str:
     name = flag[2:]
     if "." in name or name in SECTIONS or name in LIVE:
         return name
+    if flag in OF_LAUNCH:
+        raise UserError(
+            f"{flag} is no flag of this program; start it with mindgrpo launch --ranks N, which takes {flag}."
+        )
     near = nearest(flag, [CONFIG, *FLAGS], cutoff=0.8)
     is_near = near and not aliases().remedy(name)
     meant = f"did you mean {near}" if is_near else suggestion(name, "--")
@@ -79,14 +88,20 @@ def parse_command_line(argv: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Returns the paths behind --config, and all other arguments for load_config's `overrides`. Raises UserError."""
     files: list[Path] = []
     overrides: list[str] = []
+    refused: list[str] = []
     for flag, value in split_overrides(argv):
         if flag == CONFIG:
             files.append(Path(value))
             continue
-        key_of(flag)
+        try:
+            key_of(flag)
+        except UserError as error:
+            refused.append(str(error))
         overrides += [flag, value] if not value.startswith("--") else [f"{flag}={value}"]
     if not files:
-        raise UserError("No configuration is given; add --config FILE.yaml.")
+        refused.append("No configuration is given; add --config FILE.yaml.")
+    if refused:
+        raise error_of(refused)
     return files, overrides
 
 

@@ -7,8 +7,8 @@ rule, the remedy and its origin. No value of the user's is changed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from mindgrpo.config.arithmetic import laid_out
 from mindgrpo.config.checks import Contradiction
 from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, nearest, retired_key, unknown
@@ -47,6 +48,14 @@ class Loaded:
     origins: dict[str, str]
     notices: list[str]
     is_supervised: bool = False
+
+    def on_ranks(self, world_size: int | None) -> Loaded:
+        """Returns this with the data_parallel of layouts that leave it to the run's ranks; None: none are named."""
+        config = laid_out(self.config, world_size)
+        values, before = values_by_key(config), values_by_key(self.config)
+        filled = {key for key, value in values.items() if value != before[key]}
+        origins = self.origins | dict.fromkeys(filled, "the run's ranks")
+        return replace(self, config=config, origins=origins)
 
 
 def load_config(
@@ -126,10 +135,9 @@ def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
         except UserError as error:
             # Keys of an unknown section say the same at different lines.
             refused.setdefault(str(error).partition(" (")[0], str(error))
-    if refused:
-        raise error_of(refused.values())
+    config = _build(live, refused.values())
     origins = {key: live[key].origin if key in live else "default" for key in LIVE}
-    return Loaded(_build(live), origins, [*notices.values(), *unread], is_supervised)
+    return Loaded(config, origins, [*notices.values(), *unread], is_supervised)
 
 
 def require_run_keys(
@@ -220,7 +228,8 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
     return False
 
 
-def _build(live: dict[str, Sourced]) -> Config:
+def _build(live: dict[str, Sourced], refused: Collection[str] = ()) -> Config:
+    """Builds the configuration. Raises UserError for wrong values, with what was `refused` before."""
     tree: dict[str, Any] = {}
     for key, entry in live.items():
         *sections, leaf = key.split(".")
@@ -231,7 +240,11 @@ def _build(live: dict[str, Sourced]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        raise error_of(explain(error, live)) from None
+        # Keys that do not go together might, once those that are refused are right.
+        wrong = [] if refused and _is_of_several_keys(error) else explain(error, live)
+        raise error_of([*refused, *wrong]) from None
+    if refused:
+        raise error_of(refused)
     for key, value in values_by_key(config).items():
         if isinstance(value, str) and _IS_PATH.search(key) and (reason := no_path(value)):
             raise UserError(
@@ -289,6 +302,12 @@ def explain(error: ValidationError, live: Mapping[str, Sourced]) -> list[str]:
             f"{key} is {shown(value)}, but {_rule(each, field)}; {_remedy(value, field)} ({origin}).",
         )
     return list(sentences.values())
+
+
+def _is_of_several_keys(error: ValidationError) -> bool:
+    return any(
+        isinstance(each.get("ctx", {}).get("error"), Contradiction) for each in error.errors()
+    )
 
 
 def _rule(error: Any, field: FieldInfo) -> str:

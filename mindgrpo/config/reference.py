@@ -19,6 +19,7 @@ from mindgrpo.config.names import (
     aliases,
     leaf_of,
     retired_key,
+    section_suggestion,
     suggestion,
 )
 from mindgrpo.config.schema import LIVE
@@ -150,21 +151,31 @@ def reference() -> str:
     return "\n".join([_HEAD, *_live(), *_flags(), *_inactive()])
 
 
-def keys_by_section(width: int, is_read: Callable[[str], bool] = lambda key: True) -> str:
-    """Returns the help of programs that take a configuration: short flags, and every key with its meaning.
+def short_flags(is_read: Callable[[str], bool] = lambda key: True) -> str:
+    """Lists the flags that stand for keys, of those that a program reads."""
+    return "\n".join(f"  {flag:<28}{key}" for flag, key in FLAGS.items() if is_read(key))
 
-    Only keys that the program reads (`is_read`).
-    """
-    lines = ["flags for keys of the file, which can all be written --section.key VALUE:"]
-    lines += [f"  {flag:<28}{key}" for flag, key in FLAGS.items() if is_read(key)]
+
+def keys_by_section(
+    width: int, section: str = "", is_read: Callable[[str], bool] = lambda key: True
+) -> str:
+    """Lists the keys that a program reads, with their meanings; of one section, or of all. Raises UserError."""
+    if section and section not in SECTIONS:
+        raise UserError(f"'{section}' is no section; {section_suggestion(section)}.")
+    keys = [
+        key for key in filter(is_read, LIVE) if f"{key}.".startswith(f"{section}." * bool(section))
+    ]
+    if not keys:
+        raise UserError(f"this verb reads no key of the section '{section}'; leave it out.")
+    lines: list[str] = []
     indent = " " * 6
-    for section, keys in groupby(filter(is_read, LIVE), _section_of):
-        lines += ["", f"{section or 'top level'}:"]
-        for key in keys:
+    for title, inside in groupby(keys, _section_of):
+        lines += ["", f"{title or 'top level'}:"]
+        for key in inside:
             field, meaning = LIVE[key].field, LIVE[key].meaning
             lines.append(f"  --{key}  ({takes(field)}; default {written(field.default)})")
             lines += textwrap.wrap(meaning, width, initial_indent=indent, subsequent_indent=indent)
-    return "\n".join(lines)
+    return "\n".join(lines[1:])
 
 
 def _section_of(key: str) -> str:

@@ -89,8 +89,9 @@ class ConversationKeys(Section):
     environment: Annotated[list[str] | None, BeforeValidator(_one_or_several)] = None
     """module:Class or file.py:Class with reset(row) and step(completion), which provides the prompt of each
     conversation, responds to its turns and rewards them; or one of a package: reasoning_gym:TASK, gem:NAME,
-    textarena:NAME or, of a server, openenv:URL; arguments follow in brackets, (name=value, ...). Of a list each row
-    meets one, as often as the weight before it says, as in 0.7 * gem:NAME (default 1). null: no environment"""
+    textarena:NAME or, of a server, openenv:URL; arguments follow in brackets, (name=value, ...). A list: each row is
+    given to one of these environments; a weight before a name, as in 0.7 * gem:NAME, says how often (default 1). null:
+    no environment"""
     environment_deadline: float = Field(10.0, gt=0)
     """timeout of reset and step in seconds; an environment that takes longer is terminated, and its conversation ends
     as failed"""
@@ -103,6 +104,7 @@ class ConversationKeys(Section):
         return bool(self.tools) or self.environment is not None
 
 
+DEFAULT_PROMPTS = 1
 DEFAULT_STALENESS = 2
 DEFAULT_CHUNK = 64
 
@@ -192,13 +194,16 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     micro_batch_interleaved: int = Field(1, ge=1)
     """split each micro-batch into this many parts to reduce the idle time of pipeline stages"""
 
-    prompts_per_step: int | None = Field(None, ge=1)
-    """number of prompts per step, independent of the layout; replaces num_rollouts and chunk_size; null: computed from
-    them"""
-    num_rollouts: int = Field(1, ge=1)
-    """number of rollouts of chunk_size prompts per step"""
+    prompts_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="number of prompts per step, whatever the layout; null: num_rollouts x chunk_size x the "
+        f"generator's data_parallel if one of the first two is set, else {DEFAULT_PROMPTS}",
+    )
+    num_rollouts: int | None = Field(None, ge=1)
+    """MindRLHF's way to set the prompts of a step: number of rollouts of chunk_size prompts; null: 1"""
     chunk_size: int | None = Field(None, ge=1)
-    """prompts per rollout on each data-parallel rank of the generator; null: 1"""
+    """prompts per rollout on each data-parallel rank of the generator, as in MindRLHF; null: 1"""
     num_generations: int = Field(8, ge=1)
     """completions per prompt (group size)"""
     router_replay: bool = True
@@ -300,6 +305,12 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
                 "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
             )
         return pairs
+
+    @property
+    def counts_rollouts(self) -> bool:
+        """Whether the prompts of a step are counted as in MindRLHF, so that they follow the generator's layout."""
+        has_rollouts = self.num_rollouts is not None or self.chunk_size is not None
+        return self.prompts_per_step is None and has_rollouts
 
     @property
     def uses_seeds(self) -> bool:

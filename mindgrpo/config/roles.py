@@ -52,8 +52,8 @@ _OFFSET = (
 
 
 class ParallelConfig(Section):
-    data_parallel: int = Field(1, ge=1)
-    """number of data-parallel replicas"""
+    data_parallel: int | None = Field(None, ge=1)
+    """number of data-parallel replicas; null: as many as the other axes leave of the run's ranks"""
     model_parallel: int = Field(1, ge=1)
     """number of ranks that share each layer (tensor-parallel size)"""
     pipeline_stage: int = Field(1, ge=1)
@@ -62,6 +62,16 @@ class ParallelConfig(Section):
     """mixtures of experts: number of ranks that a layer's experts are dealt to, among the data_parallel x
     context_parallel x model_parallel ranks of a stage; a token goes to the ranks of its experts and its results come
     back, and results are the same, bit for bit in a forward pass. Of a generator: among its model_parallel ranks"""
+
+    @property
+    def replicas(self) -> int:
+        """Returns data_parallel; 1 where the run's ranks have yet to say."""
+        return self.data_parallel or 1
+
+    @property
+    def replica_ranks(self) -> int:
+        """Counts the ranks of a replica."""
+        return self.model_parallel * self.pipeline_stage * self.context_ranks
 
     @property
     def num_chunks(self) -> int:

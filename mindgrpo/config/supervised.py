@@ -6,7 +6,6 @@ is one update by `rl_config.prompts_per_step` rows, its loss the mean negative l
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from mindgrpo.config.rl import RLConfig
@@ -38,9 +37,8 @@ _READ = frozenset(
         *("tensorboard", "tensorboard_dir", "tensorboard_queue_size"),
     )
 )
-_PARALLEL = "actor_config.parallel_config."
 # About updates per rollout, and about tokens that a generator drew.
-_OF_ROLLOUTS = (_PARALLEL + "micro_batch_num", "monitor_config.per_token")
+_OF_ROLLOUTS = ("actor_config.parallel_config.micro_batch_num", "monitor_config.per_token")
 # There is no generator whose bits a token's numbers could have: unless asked, none pays for them.
 _INVARIANT = "context.batch_invariant"
 _FIXED: dict[str, object] = {
@@ -76,23 +74,18 @@ def is_supervised(values: Mapping[str, object]) -> bool:
 
 def supervised(entries: dict[str, Sourced], notices: list[str]) -> dict[str, Sourced]:
     """Returns the entries of supervised training; adds a sentence about those that have no effect to `notices`."""
-
-    def size(key: str, default: int) -> int:
-        value = entries[key].value if key in entries else default
-        return value if isinstance(value, int) and value > 0 else default
-
     # What is no key at all stays, to be refused.
     unread = [key for key in entries if key in LIVE and not is_read(key)]
     if own := [key for key in unread if entries[key].origin != ORIGIN]:
         notices.append(f"no effect in supervised training: {', '.join(own)}")
-    axes = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
-    longest = size("rl_config.seq_length", RLConfig.model_fields["seq_length"].default)
+    longest = RLConfig.model_fields["seq_length"].default
+    if "rl_config.seq_length" in entries:
+        longest = entries["rl_config.seq_length"].value
+    # What cannot be a length is refused for what it is.
+    longest = longest if isinstance(longest, int) else 1
     derived: dict[str, object] = {
         **_FIXED,
         "generate_config.max_prompt_length": max(1, longest - 1),
-        "generate_config.parallel_config.data_parallel": math.prod(
-            size(_PARALLEL + axis, 1) for axis in axes
-        ),
     }
     kept = {key: entry for key, entry in entries.items() if key not in unread}
     if _INVARIANT not in entries or entries[_INVARIANT].value == "auto":

@@ -125,8 +125,13 @@ def report(logs: Path, num_ranks: int, first_rank: int, code: int) -> tuple[list
         if code == 0:
             return [], 0
         first = _of_the_job(logs, num_ranks, code)
-    if first.status == USER_ERROR_STATUS and first.rank == first_rank:
-        return [], USER_ERROR_STATUS
+    if first.status == USER_ERROR_STATUS and first.rank is not None:
+        # Every rank says it; that of the screen may have been ended before it wrote that it failed.
+        shown = _text(worker_log(logs, first_rank))
+        own = _text(worker_log(logs, first.rank)).splitlines()
+        sentences = [line for line in own if line.startswith("mindgrpo: ")]
+        if sentences or first.rank == first_rank:
+            return [one for one in dict.fromkeys(sentences) if one not in shown], USER_ERROR_STATUS
     words = [words for words in (first.message, first.remedy, f"full logs: {logs}") if words]
     return [*_evidence(logs, first_rank, first), f"mindgrpo: {'; '.join(words)}"], first.status
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.health.heartbeat import LiveLine, heartbeat_path, heartbeats_in, read_heartbeat
 from mindgrpo.health.processes import STOPPING
 from mindgrpo.health.rank_health import resuming
@@ -222,7 +222,9 @@ class Job:
         """Tells the ranks to end, and waits for them until there is a second signal."""
         if main is None:
             return
-        say(f"stopping the {self._options.num_local_ranks} ranks of this job (once more: at once)")
+        say(
+            f"stopping {counted(self._options.num_local_ranks, 'rank')} of this job (once more: at once)"
+        )
         # MindSpore turns a SIGINT that a rank receives into SIGTERM.
         (self._plan.status_folder / "signal").write_text(f"{self._signals.received[0]}\n")
         signalled: set[int] = set()

@@ -123,6 +123,10 @@ def _split(argv: Sequence[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     command = words[1:]
     if not words and others[:1] and others[0].startswith("--") and has_config(others):
         others, command = [], ["train", *others]
+    if others and others[0].endswith((".yaml", ".yml")):
+        raise UserError(
+            f"'{others[0]}' on the command line belongs to no flag; write --config {others[0]}."
+        )
     if others or not command:
         raise UserError(USAGE)
     return values, tuple(command)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindgrpo.errors import counted
 from mindgrpo.health.processes import STATUS_VARIABLE
 from mindgrpo.health.rank_health import PREFIX_VARIABLE
 from mindgrpo.launch.options import Options, cluster_variables, has_config
@@ -183,5 +184,5 @@ def _headline(options: Options, port: int | None, logs: Path) -> str:
             f"host {hosts.host_index} of {hosts.num_hosts}: {options.num_local_ranks} of {num_ranks} ranks, meeting at "
             f"{address}:{port}, full logs: {logs}"
         )
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks on port {port}"
-    return f"{ranks}, full logs: {logs}"
+    where = "" if num_ranks == 1 else f" on port {port}"
+    return f"{counted(num_ranks, 'rank')}{where}, full logs: {logs}"

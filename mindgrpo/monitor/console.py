@@ -50,6 +50,8 @@ HINTS = (  # key in the metrics, the share above which it is worth a hint, the h
         "of the positions that the update computes are padding: lower rl_config.batch_size (rows a micro-batch)",
     ),
 )
+# Mean turns of conversations below which a share of them that is cut is worth a hint, and that share.
+FEW_TURNS, MANY_CUT = 2.0, 0.25
 
 
 class Console:
@@ -204,10 +206,20 @@ class Console:
                 "actor_config.lr_schedule.lr or raise rl_config.beta"
             )
         self._divergence = further
+        turns = metrics.get("environment/turns", metrics.get("tools/turns"))
+        cut = metrics.get("truncated_fraction") or 0.0
+        is_short = turns is not None and turns < FEW_TURNS and cut > MANY_CUT and not has_diverged
+        self._hint(
+            "turns",
+            is_short,
+            f"{cut:.0%} of the conversations ended at max_tokens, with {number(turns, '.1f')} turns on average: raise "
+            "generate_config.sampling_config.max_tokens, which counts all turns and the replies between them",
+        )
         for key, threshold, advice in HINTS:
             misleads = (is_unrewarded and key == "zero_std_fraction") or (
                 has_diverged and key != "padding_share"
             )
+            misleads |= is_short and key == "truncated_fraction"
             share = None if misleads else metrics.get(key)
             many = share is not None and share > threshold
             self._hint(key, many, f"{share:.0%} {advice}" if many else "")

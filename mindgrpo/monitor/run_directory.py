@@ -114,6 +114,22 @@ def _has_rows(path: Path) -> bool:
         return row_of(rows.readline()) is not None
 
 
+def check_can_be_made(asked: Path | str, key: str) -> None:
+    """Raises UserError if the folder `asked` cannot be made or written, as far as this shows without making it.
+
+    `key` is its setting.
+    """
+    path = Path(asked).absolute()
+    there = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
+    reason = "" if there.is_dir() else f"{there} is no folder"
+    if not reason and not os.access(there, os.W_OK | os.X_OK):
+        reason = f"{there} cannot be written"
+    if reason:
+        raise UserError(
+            f"{key} '{asked}' cannot be made or written: {reason}; name another folder, or leave it out."
+        )
+
+
 def own_folder(asked: Path | str, name: str, taken: str, key: str) -> Path:
     """Returns `asked`, or a new folder `name` in it if anything in it matches the glob `taken`.
 

@@ -291,13 +291,12 @@ def _generator_layouts(plan: RunPlan) -> Iterator[Change]:
 def kept_samples(plan: RunPlan) -> Values:
     """Keeps the number of a step's prompts where it depends on the generator's replicas."""
     rl = plan.config.rl_config
-    if rl.prompts_per_step is not None:
+    if not rl.counts_rollouts:
         return {}
     kept: dict[str, int | None] = {"rl_config.prompts_per_step": plan.batch.prompts_per_step}
-    if rl.num_rollouts != 1:
-        kept["rl_config.num_rollouts"] = 1
-    if rl.chunk_size is not None:
-        kept["rl_config.chunk_size"] = None
+    for name in ("num_rollouts", "chunk_size"):
+        if getattr(rl, name) is not None:
+            kept[f"rl_config.{name}"] = None
     return kept
 
 

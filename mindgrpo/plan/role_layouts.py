@@ -24,7 +24,7 @@ def layout_of(
 ) -> Layout:
     """Lays out the whole model; `where` is the section that `degrees` are of. Raises UserError."""
     mesh = Mesh(
-        degrees.data_parallel,
+        degrees.replicas,
         degrees.model_parallel,
         degrees.pipeline_stage,
         degrees.context_ranks,

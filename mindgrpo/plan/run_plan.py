@@ -15,14 +15,16 @@ from mindgrpo.backend.kernels.rollout import LocalModelShape
 from mindgrpo.backend.kernels.shapes import Vocabulary
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.config import Config
-from mindgrpo.config.arithmetic import BatchPlan, validate_world
-from mindgrpo.errors import UserError
+from mindgrpo.config.arithmetic import BatchPlan, laid_out, validate_world
+from mindgrpo.errors import UserError, counted
 from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs, targets_of
 from mindgrpo.models.precision import (
     compute_dtype,
     dtype_notices,
+    loss_scale,
+    matmul_precision,
     num_product_parts,
     plain_kernels,
 )
@@ -132,13 +134,20 @@ class RunPlan:
     def steps_text(self, num_prompts: int) -> str:
         num_steps = self.num_steps(num_prompts)
         epochs = num_steps * self.batch.prompts_per_step / num_prompts
-        rows = "prompts" if self.generates else "rows"
-        return f"{num_steps} steps ({epochs:.3g} epochs of {num_prompts} {rows})"
+        rows = counted(num_prompts, "prompt" if self.generates else "row")
+        return f"{counted(num_steps, 'step')} ({epochs:.3g} epochs of {rows})"
 
     @property
     def notices(self) -> list[str]:
         """Returns sentences for the user on how this model runs on this device."""
         generate, dtypes = self.config.generate_config, dtype_notices(self.config)
+        idle = self.infer.mesh.dp - self.batch.prompts_per_step
+        if idle > 0:
+            dtypes.append(
+                f"the generator has {self.infer.mesh.dp} replicas and a step "
+                f"{counted(self.batch.prompts_per_step, 'prompt')}: "
+                f"{idle} of them generate nothing; raise rl_config.prompts_per_step"
+            )
         if generate.uses_vllm:
             return dtypes
         own = notices(self.model) if keeps_slots(self.config.context.target) else []
@@ -395,6 +404,7 @@ def plan_run(
 
     Raises UserError for layouts that the world or a model does not allow.
     """
+    config = laid_out(config, world_size)
     if world_size is not None:
         validate_world(config, world_size, lambda degrees: fits(Mesh(*degrees), model))
     actor, generate = config.actor_config, config.generate_config
@@ -412,6 +422,8 @@ def plan_run(
     # These refuse what the run cannot have.
     check_routing(config, model)
     check_mode(config, model)
+    loss_scale(config)
+    matmul_precision(config)
     plain_kernels(config)
     is_batch_invariant(config, model)
     group = config.rl_config.num_generations

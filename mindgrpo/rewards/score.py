@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.rewards.call import CONTRACT, Columns, RewardResult, Samples, Signature
 from mindgrpo.rewards.executors import (
     Executor,
@@ -141,7 +141,7 @@ def check_weights(names: Sequence[str], weights: Sequence[float] | None) -> list
         )
     if len(weights) != len(names):
         raise UserError(
-            f"{len(weights)} weights were given for {len(names)} reward functions "
+            f"{counted(len(weights), 'weight was', 'weights were')} given for {counted(len(names), 'reward function')} "
             f"({', '.join(names)}); give one each in reward_config.verifier_weight"
         )
     if not all(math.isfinite(weight) for weight in weights):

@@ -217,7 +217,7 @@ class Conversations:
         if ended.num_turns >= self.max_turns:
             return replace(ended, finish_reason=MAX_TURNS)
         try:
-            ids = self.suffix.ids([_shown(message) for message in reply.messages])
+            ids = self.suffix.ids([*map(shown_message, reply.messages)])
         except UserError as error:  # the template cannot render what an environment made up
             if self.form is None:
                 raise
@@ -251,7 +251,8 @@ def _first_requests(
     ]
 
 
-def _shown(message: Message) -> Message:
+def shown_message(message: Message) -> Message:
+    """Returns what the model gets to read of a message."""
     return {key: value for key, value in message.items() if key != "failure"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from mindgrpo.environments.mixture import COLUMN, Mixture
 from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import RewardResult
-from mindgrpo.rollout.conversations import Reply, prompt_of
+from mindgrpo.rollout.conversations import Reply, prompt_of, shown_message
 from mindgrpo.workers.protocol import CallFailure, CallLimits
 
 
@@ -88,12 +89,15 @@ CORRECT = f"; correct the class or {ENVIRONMENT.key}"
 class Trial:
     """Holds one conversation: its prompt, as `text` and as messages, the `opening`; and `messages`, one turn of the
     policy and what was answered.
+
+    `two_turns` counts the tokens of two such turns and of what was answered between them; 0: there is one turn alone.
     """
 
     text: str
     num_tokens: int
     messages: Messages
     opening: Messages = ()
+    two_turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -161,8 +165,14 @@ class EnvironmentForm:
         pool.end_all()
         turn = {"role": "assistant", "content": completion, **reply.turn}
         answered = () if reply.is_last else reply.messages
-        shown = self.form.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        return Trial(shown, len(ids), (turn, *answered), opening=begun)
+        tokenizer, two_turns = self.form.tokenizer, 0
+        # What the template cannot render fails in the run, as a reply of this conversation.
+        with suppress(UserError):
+            if answered:
+                ended = len(tokenizer.encode(completion)) + 1
+                two_turns = 2 * ended + len(self.suffix.ids([*map(shown_message, answered)]))
+        shown = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return Trial(shown, len(ids), (turn, *answered), opening=begun, two_turns=two_turns)
 
 
 def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:

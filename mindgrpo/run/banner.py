@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
 from mindgrpo.config import BatchPlan, Config, Loaded
+from mindgrpo.errors import counted
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.plan.micro_shapes import row_lines
 from mindgrpo.run.named_sources import with_names
@@ -26,7 +27,7 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
     """Lists the lines of the banner by section, in its order; those of the run's folder and notes are to be added."""
     plan, tokenizer = inputs.plan, inputs.tokenizer
     config, model, lora = plan.config, plan.model, plan.lora
-    steps = f"{plan.steps_text(len(inputs.prompts))} on {backend.world_size} ranks"
+    steps = f"{plan.steps_text(len(inputs.prompts))} on {counted(backend.world_size, 'rank')}"
     computes_in: str = backend.compute_dtype
     if computes_in == "float32":
         computes_in = f"matmul precision {backend.matmul_precision}"
@@ -55,7 +56,11 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
 def _batch_lines(plan: RunPlan) -> list[str]:
     lines = plan.batch.lines()
     # The first two are about completions and how often they are used.
-    return lines if plan.generates else [f"{plan.batch.prompts_per_step} rows a step", *lines[2:]]
+    return (
+        lines
+        if plan.generates
+        else [f"{counted(plan.batch.prompts_per_step, 'row')} a step", *lines[2:]]
+    )
 
 
 def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.errors import counted
 from mindgrpo.grpo.evaluation import Outcome, evaluation_metrics
 from mindgrpo.monitor.console import number
 from mindgrpo.monitor.metrics import append_rows, read_metrics
@@ -88,7 +89,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
             lines.append("  ".join(["", first.ljust(widths[0]), *right]))
         count = len(outcome.rollout)
         lines.append(
-            f"  {count // n} prompts, {count} completions of {outcome.num_tokens} tokens, "
+            f"  {counted(count // n, 'prompt')}, {counted(count, 'completion')} of {outcome.num_tokens} tokens, "
             f"{outcome.truncated_fraction:.1%} truncated, {outcome.tokens_per_second:.0f} tokens/s"
         )
     return "\n".join(lines)

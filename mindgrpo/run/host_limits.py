@@ -12,7 +12,7 @@ from pathlib import Path
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.checkpoint.folders import Start, steps_in
 from mindgrpo.checkpoint.save import SPARE_BYTES
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 from mindgrpo.models.lora import adapter_specs
 from mindgrpo.models.parameters import num_parameters, parameter_specs
 from mindgrpo.monitor.host_memory import format_bytes, host_memory
@@ -46,7 +46,8 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
     needed = ranks * (most + RANK_BYTES)
     host = host_memory()
     what = (
-        f"{ranks} ranks need some {format_bytes(needed)} of memory at their peak, and this machine, or container, has "
+        f"{counted(ranks, 'rank')} need some {format_bytes(needed)} of memory at their peak, and this machine, or "
+        f"container, has "
         f"{format_bytes(host.total)}, {format_bytes(host.available)} of it free"
     )
     remedy = "use fewer ranks, a smaller model, or more machines (python -m mindgrpo plan shows what takes it)"

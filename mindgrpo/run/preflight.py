@@ -304,8 +304,13 @@ def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer |
             f"rl_config.num_generations ({rl.num_generations}) times, so every advantage would be 0; set temperature "
             "above 0."
         )
-    notes = (*_stop_notes(sampling, plan.model.vocab_size), *plan.notices, *engine_notes(config))
     trial = try_environment(turns, prompts, ranks)
+    notes = (
+        *_stop_notes(sampling, plan.model.vocab_size),
+        *plan.notices,
+        *engine_notes(config),
+        *turn_notes(config, trial),
+    )
     return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, turns, trial)
 
 
@@ -334,6 +339,18 @@ def _stop_notes(sampling: SamplingParams, vocab_size: int) -> list[str]:
         f"generate_config.sampling_config.eos_token_id {', '.join(map(str, outside))} is outside of "
         f"the model's {vocab_size} tokens and ends no sample"
         + ("" if left else ", nor does any other id; leave the key out for the model's own")
+    ]
+
+
+def turn_notes(config: Config, trial: Trial | None) -> list[str]:
+    """Warns of an environment in which conversations end before their second turn."""
+    most = config.generate_config.sampling_config.max_tokens
+    if trial is None or config.rl_config.max_turns == 1 or trial.two_turns <= most:
+        return []
+    return [
+        f"generate_config.sampling_config.max_tokens is {most}, but counts a whole conversation, and two turns like "
+        f"the gold answer of the first row take {trial.two_turns} tokens with the environment's reply between them: "
+        "conversations end after one turn; raise it"
     ]
 
 

@@ -23,7 +23,7 @@ from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.checkpoint.format import RunState, version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.errors import CannotWrite, writing
+from mindgrpo.errors import CannotWrite, counted, writing
 from mindgrpo.grpo.evaluation import PREFIXES, Metric, Outcome, evaluation_metrics
 from mindgrpo.grpo.metrics import StepOutcome, token_rows
 from mindgrpo.monitor.console import Console, number
@@ -247,7 +247,7 @@ class RunRecord:
         before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
         history, monitor = self.history(), self._loaded.config.monitor_config
         actor = self._loaded.config.actor_config
-        replicas = actor.parallel_config.data_parallel * actor.parallel_config.context_parallel
+        replicas = actor.parallel_config.replicas * actor.parallel_config.context_parallel
         summary: dict[str, Any] = {
             "steps": num_steps,
             **{key: history[key] for key in ("seconds", "first_step_seconds", "compiles")},
@@ -278,7 +278,7 @@ class RunRecord:
         if failed:
             self.console.line(f"  warning: {failed}")
         if ended is None:
-            graphs = f"{summary['compiles']} graphs compiled a rank"
+            graphs = f"{counted(summary['compiles'], 'graph')} compiled a rank"
             evaluations = self.directory / "evaluations.jsonl"
             best_lines = []
             if best:

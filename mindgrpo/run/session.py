@@ -72,6 +72,7 @@ def open_run(config: Config | Loaded, name: str, prepare: Prepare) -> OpenRun:
     loaded = config if isinstance(config, Loaded) else config_with(config, {})
     settings = runtime_settings(loaded.config)
     backend = connect(loaded.config.context.target, dict(os.environ), settings)
+    loaded = loaded.on_ranks(backend.world_size)
     check_same_start(loaded.config, backend)
     ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
     on_first_rank(backend, lambda: check_installed(loaded.config.monitor_config.trackers))

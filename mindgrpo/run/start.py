@@ -22,7 +22,7 @@ from mindgrpo.checkpoint.folders import Candidate, Start, find
 from mindgrpo.checkpoint.format import Identity, StoredTokenizer
 from mindgrpo.config import Config, Loaded, values_by_key
 from mindgrpo.config.supervised import is_supervised
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted, error_of
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.run_directory import ROOT
@@ -190,13 +190,44 @@ def label_of(directory: Path) -> str:
     return "-".join(directory.absolute().parts[-2:]).strip("/")
 
 
+def _folder_of(config: Config, start: Start | None) -> tuple[str | None, bool]:
+    """Returns the run's folder, None for a new one, and whether it may hold the run that is continued."""
+    if start is None or start.output is None:
+        return config.output_dir, False
+    # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
+    return str(start.output), start.output == start.source or not start.candidates
+
+
+def check_folders(config: Config, name: str, start: Start | None) -> None:
+    """Raises UserError for all folders that the run cannot make or write; makes none."""
+    rl, profiler, msprobe = config.rl_config, config.profiler_config, config.msprobe_config
+    asked, continues = _folder_of(config, start)
+    folders = {
+        "output_dir": asked or ROOT / name,
+        "actor_config.save": config.actor_config.save,
+        "rl_config.tensorboard_dir": rl.tensorboard and rl.tensorboard_dir,
+        "rl_config.save_prompt_completions_dir": rl.save_prompt_completions_data
+        and rl.save_prompt_completions_dir,
+        "profiler_config.profile_save_path": profiler.profile and profiler.profile_save_path,
+        "msprobe_config.dump_path": msprobe.msprobe and msprobe.dump_path,
+        "context.save_graphs_path": config.context.save_graphs and config.context.save_graphs_path,
+    }
+    refused = []
+    for key, folder in folders.items():
+        try:
+            if folder:
+                run_directory.check_can_be_made(folder, key)
+            if key == "output_dir" and asked and not continues:
+                run_directory.check_free(asked)
+        except UserError as error:
+            refused.append(str(error))
+    if refused:
+        raise error_of(refused)
+
+
 def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
     """Makes the run's folders. Raises UserError for what cannot be made or written."""
-    asked, continues = config.output_dir, False
-    if start is not None and start.output is not None:
-        asked = str(start.output)
-        # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
-        continues = start.output == start.source or not start.candidates
+    asked, continues = _folder_of(config, start)
     directory = run_directory.create(asked, name, continues=continues)
     label = label_of(directory)
     rl, save = config.rl_config, config.actor_config.save
@@ -274,7 +305,9 @@ def _continue(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) 
         rows = run_directory.cut_after(path, last) if path.exists() else 0
         if rows:
             aside = f"{path.name}.after_step_{last}"
-            notes.append(f"{rows} rows of {path} after step {last} are now in {aside}")
+            notes.append(
+                f"{counted(rows, 'row')} of {path} after step {last} {'is' if rows == 1 else 'are'} now in {aside}"
+            )
     run_directory.rename_aside(paths.directory / "config_resolved.yaml", label)
     if not keep_model:
         for folder in (paths.directory / "hf", paths.directory / "adapter"):

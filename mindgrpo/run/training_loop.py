@@ -15,7 +15,7 @@ from mindgrpo.algorithm.sample import NOTHING_CARRIED
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.data.sources import Ranks
-from mindgrpo.errors import CannotWrite, UserError, is_interactive, writing
+from mindgrpo.errors import CannotWrite, UserError, counted, is_interactive, writing
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.report.inline import ReportFrame
@@ -113,6 +113,11 @@ class TrainingLoop(ABC):
         self.run.record.trackers.close(self.run.config.monitor_config.tracker_finish_seconds)
         return directory
 
+    @property
+    def is_finished(self) -> bool:
+        """Tells whether `train` has run all steps and written the model, so that nothing is left to continue."""
+        return self.session.done >= self.session.num_steps and self.session.has_model
+
     def report(self) -> ReportFrame:
         """Writes the run's page, with the steps that are done; a notebook shows what is returned. Raises UserError."""
         directory = self.run.record.directory
@@ -124,9 +129,9 @@ class TrainingLoop(ABC):
 
     def _reopen(self) -> None:
         session, directory = self.session, self.run.record.directory
-        if session.done >= session.num_steps and session.has_model:
+        if self.is_finished:
             raise UserError(
-                f"train() has run all {session.num_steps} steps of {directory}; make another trainer, with "
+                f"train() has run the {counted(session.num_steps, 'step')} of {directory}; make another trainer, with "
                 f"actor_config.load {self.run.record.model_directory} to train this model further."
             )
         if not session.checkpoints.newest:
@@ -186,7 +191,7 @@ class TrainingLoop(ABC):
         self._is_over = True
         if ended is not None and ended.status:
             if is_interactive():
-                raise Interrupted(f"the run was interrupted after {session.done} steps")
+                raise Interrupted(f"the run was interrupted after {counted(session.done, 'step')}")
             raise SystemExit(ended.status)
         return run.record.directory
 

@@ -11,11 +11,12 @@ from mindgrpo.config.adapters import keys_of_adapters
 from mindgrpo.config.foreign import meaning
 from mindgrpo.config.meanings import AS_HERE, Ignored, Others, Refused
 from mindgrpo.errors import UserError
+from mindgrpo.run.trl_fields import TRLFields
 
 RANKS = "MS_WORKER_NUM"
 
 
-class GRPOConfig:
+class GRPOConfig(TRLFields):
     """Holds settings by TRL's names, for `GRPOTrainer(args=...)`; `values` has them by key of the configuration.
 
     Values that count in another unit there are converted; a device of TRL's is a rank here. Fields that are left out
@@ -23,8 +24,7 @@ class GRPOConfig:
     taken.
     """
 
-    def __init__(self, output_dir: str | None = None, **fields: Any) -> None:
-        settings = fields if output_dir is None else {"output_dir": output_dir} | fields
+    def take(self, settings: dict[str, Any]) -> None:
         others = Others(settings, int(os.environ.get(RANKS) or 1))
         self.values: dict[str, object] = {}
         refused, ignored = [], []

@@ -31,7 +31,13 @@ function charts() {
   const used = new Set(named.flatMap(([, , own]) => own));
   const varies = (key) => RUNS.some((run) => run.figures.columns[key]?.some((value) => value));
   const others = keys.filter((key) => !used.has(key) && varies(key)).map((key) => ["other", key, [key], false]);
-  return [...named, ...others].filter(([, , own]) => own.length);
+  return [...named, ...others].filter(([, , own]) => own.length)
+    .map(([group, name, own, isLog]) => (isZero(own) ? [group, word("zero_in_all", name), own, false] : [group, name, own, isLog]));
+}
+
+// Logarithmic axes show nothing of figures that are all 0, and others a line that is easily missed.
+function isZero(keys) {
+  return keys.every((key) => RUNS.every((run) => (run.figures.columns[key] ?? []).every((value) => !value)));
 }
 
 function smoothed(values) {
