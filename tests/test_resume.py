@@ -285,7 +285,8 @@ def test_a_run_whose_template_tells_the_date_goes_on_the_next_day_and_is_exporte
 
 
 def test_supervised_training_is_not_resumed_as_another_kind(inputs: Path, whole: Path) -> None:
-    loaded = load_config(inputs / "small.yaml", [], is_supervised=True)
+    words = ["--rl_config.eval_steps", "0"]
+    loaded = load_config(inputs / "small.yaml", words, is_supervised=True)
     candidate = Candidate(folder_of(whole, STEPS), read_manifest(folder_of(whole, STEPS)))
     saved = candidate.manifest.identity
     now = saved.model_copy(update={"config": values_by_key(loaded.config)})
@@ -302,9 +303,8 @@ def test_a_folder_of_a_run_that_made_no_step_is_taken_again(inputs: Path, tmp_pa
     with pytest.raises(UserError, match="a mistake"):
         run(inputs, output, reward=refused)
     assert (output / "metrics.jsonl").read_text() == ""
-    paths = make_output_paths(
-        load_config(inputs / "small.yaml", ["--output_dir", str(output)]).config, "small", None
-    )
+    words = ["--output_dir", str(output), "--rl_config.eval_steps", "0"]
+    paths = make_output_paths(load_config(inputs / "small.yaml", words).config, "small", None)
     assert paths.elsewhere == [
         f"what an earlier run left before its first step: {output}/earlier_1"
     ]

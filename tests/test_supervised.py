@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_models import BOUNDS, read_golden
-from small_runs import NUM_ROWS, input_keys, make_inputs, model_bits, rows
+from small_runs import EVAL_SAMPLES, input_keys, make_inputs, model_bits, rows
 
 from mindgrpo import GRPOTrainer, SFTTrainer
 from mindgrpo.algorithm.loss_config import LossConfig
@@ -153,7 +153,7 @@ def test_a_run_that_ended_early_goes_on_bit_for_bit(inputs: Path, whole: Path) -
 def test_a_loss_of_held_out_rows_is_that_of_all_however_few_are_packed_at_a_time(
     inputs: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row an update: then three held-out rows at a time, which have no more tokens than one of the longest."""
+    """A row an update: then as many held-out rows at a time as have no more tokens than one of the longest."""
     counts: list[int] = []
     compute = supervised_step.compute_log_probs
 
@@ -164,7 +164,7 @@ def test_a_loss_of_held_out_rows_is_that_of_all_however_few_are_packed_at_a_time
     monkeypatch.setattr(supervised_step, "compute_log_probs", counted)
     keys = {"rl_config.prompts_per_step": 1, "rl_config.max_steps": 1, "rl_config.eval_steps": 0}
     run = SFTTrainer(loaded(inputs, inputs / "pieces", **keys)).train()
-    assert len(counts) > 2 and sum(counts) == 2 * NUM_ROWS
+    assert len(counts) > 2 and sum(counts) == 2 * EVAL_SAMPLES
     before = [json.loads((own / "summary.json").read_text())["eval_before"] for own in (run, whole)]
     assert before[0]["loss"] == pytest.approx(before[1]["loss"], rel=1e-6)
 
