@@ -42,21 +42,21 @@ PROGRAMS = {
     "config/reference.py": "config",
     "config/trl_fields.py": "config",
     "doctor/examine.py": "doctor",
-    "models/decoder_config.py": "export",
     "report/write.py": "report",
     "rollout/vllm/install.py": "engine",
-    "run/start.py": "export",
 }
 PAGE = re.compile(r"\b(?:docs|scripts|examples)/[\w/.-]+\w")
 COMMAND = re.compile(r"(?:python -m mindgrpo|`mindgrpo) (\w+)")
 VARIABLE = re.compile(r"\bMINDGRPO_[A-Z_]+\b")
-# Of Docker, srun, hf and scripts/setup_env.sh.
+# Of Docker, srun, hf, modelscope and scripts/setup_env.sh.
 FOREIGN_FLAGS = {
     "--device",
     "--ntasks",
     "--ntasks-per-node",
     "--repo-type",
     "--local-dir",
+    "--local_dir",
+    "--revision",
     "--vllm",
 }
 
@@ -114,6 +114,8 @@ def test_every_flag_that_a_message_names_is_one_of_its_program() -> None:
     wrong = []
     for where, text in messages():
         known = of_runs | own_flags(where) | FOREIGN_FLAGS
+        # Of the verbs whose commands the message gives.
+        known = known.union(*(flags_of_verb(verb) for verb in COMMAND.findall(text)))
         for flag in FLAG.findall(text):
             is_key = flag[2:] in LIVE or flag[2:] in SECTIONS
             if flag not in known and not is_key and flag + HOLE not in text:
@@ -125,13 +127,18 @@ def own_flags(where: str) -> set[str]:
     """Of the program whose messages stand in a file, beside those of runs."""
     if where == "cli/verbs.py":
         return {flag for usage in USAGE.values() for flag in FLAG.findall(usage)}
-    verb = PROGRAMS.get(where, Path(where).stem if where.startswith("cli/") else "")
-    if verb in USAGE:
-        own = strings(PACKAGE / "cli" / f"{MODULES.get(verb, verb)}.py") | set(
-            FLAG.findall(USAGE[verb])
-        )
-        return {word for word in own if word.startswith("--")}
-    return strings(ROOT / CONVERTER) if where == "data/mindrecord.py" else set()
+    if where == "data/mindrecord.py":
+        return strings(ROOT / CONVERTER)
+    return flags_of_verb(PROGRAMS.get(where, Path(where).stem if where.startswith("cli/") else ""))
+
+
+def flags_of_verb(verb: str) -> set[str]:
+    if verb not in USAGE:
+        return set()
+    own = strings(PACKAGE / "cli" / f"{MODULES.get(verb, verb)}.py") | set(
+        FLAG.findall(USAGE[verb])
+    )
+    return {word for word in own if word.startswith("--")}
 
 
 def test_every_flag_of_a_verbs_usage_is_read_somewhere() -> None:

@@ -166,8 +166,10 @@ def faults_of(status: int | None, said: str) -> list[str]:
         f"says {word}" for word in NOISE if word in said and not said.startswith("mindgrpo: ")
     ]
     lines = said.splitlines()
-    if status == 2 and not (len(lines) == 1 and lines[0].startswith("mindgrpo: ")):
-        faults.append(f"says {len(lines)} lines")
+    # A line for each thing that has to change.
+    others = [line for line in lines if not line.startswith("mindgrpo: ")]
+    if status == 2 and (others or not lines):
+        faults.append(f"says {len(lines)} lines, {len(others)} of them no sentence")
     if status == 2 and len(said) > 2100:
         faults.append(f"says {len(said)} letters")
     return faults
