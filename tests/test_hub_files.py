@@ -238,15 +238,15 @@ def test_a_model_without_weights_that_are_read_is_refused(
 def test_what_the_loaders_open_in_a_model_directory_is_what_is_downloaded() -> None:
     """Names in the sources of the readers: a file that one of them learns to read has to be downloaded as well."""
     root = Path(__file__).resolve().parents[1] / "mindgrpo"
-    readers = ("data/tokenizer.py", "models/decoder_config.py", "weights/model_files.py")
+    readers = ("data/tokenizer_files.py", "models/decoder_config.py", "weights/model_files.py")
     named = {
         word
-        for reader in (*readers, "run/model_export.py")
+        for reader in (*readers, "data/tokenizer.py", "run/model_export.py")
         for word in words_of((root / reader).read_text("utf-8"))
         if PurePosixPath(word).suffix in (".json", ".txt", ".jinja", ".model")
         and word[0] not in ".*"
     }
-    own = {"adapter_config.json"}
+    own = {"adapter_config.json", "manifest.json"}
     known = model_files([*named, "model.safetensors"], "a/b", root)
     first = {"model.safetensors.index.json", "param_name_map.json"}
     assert named - own - first <= {*known}
