@@ -56,7 +56,14 @@ _TAIL = '''    ) -> None: ...
 _ELSEWHERE = frozenset(
     ("model_name_or_path", "dataset_name", "dataset_train_split", "dataset_test_split", "tools")
     + ("eval_dataset", "processing_class", "reward_funcs", "environment_factory", "max_length")
-    + ("lora_r", "lora_alpha", "lora_target_modules", "use_peft", "torch_dtype", "trust_remote_code")
+    + (
+        "lora_r",
+        "lora_alpha",
+        "lora_target_modules",
+        "use_peft",
+        "torch_dtype",
+        "trust_remote_code",
+    )
     + ("dataset_config", "output_dir")
 )
 # Where TRL's values are of another type than ours.
