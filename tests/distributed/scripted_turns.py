@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindgrpo.data.examples import Example
+from mindgrpo.data.messages import Message
 from mindgrpo.data.prompts import Fitted
 from mindgrpo.environments.contract import Observation, Opening, Question, Result
 from mindgrpo.rollout.conversations import Conversations, Gather, alone
@@ -84,6 +85,9 @@ def said(content: str, reward: float = 0.0, is_done: bool = False) -> Observatio
 
 class Form:
     max_prompt_length = 2
+
+    def with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return messages
 
     def encoded(self, example: Example) -> Fitted:
         return Fitted(example, "", tuple(Suffix().ids(example.messages)))
