@@ -89,7 +89,9 @@ def connect(
 
 def refuse_other_launchers(environment: Mapping[str, str], argv: Sequence[str]) -> None:
     """Raises UserError for processes of another launcher: each would be a run of its own. `argv` is sys.argv."""
-    if "MS_ROLE" in environment or STATUS_VARIABLE in environment:
+    # A simulation compiles the graphs of one rank of a job, and starts no others.
+    ours = ("MS_ROLE", STATUS_VARIABLE, "MS_SIMULATION_LEVEL")
+    if any(name in environment for name in ours):
         return
     for launcher, (rank, count) in OTHER_LAUNCHERS.items():
         number, total = environment.get(rank, ""), environment.get(count, "")
