@@ -21,11 +21,8 @@ import yaml
 from tables import each_row
 
 from mindgrpo.backend import targets
-from mindgrpo.cli.verbs import USAGE, main
-from mindgrpo.config.command_line import FLAGS
+from mindgrpo.cli.verbs import main
 from mindgrpo.config.names import RETIRED, SECTIONS
-from mindgrpo.config.schema import LIVE
-from mindgrpo.config.supervised import is_read
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.model_files import SafetensorsWriter
@@ -485,41 +482,6 @@ def test_a_device_that_is_not_on_this_host_is_told_once_all_else_is_right(
 def test_a_verb_that_does_not_exist_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "'trian' is not a verb" in only_sentence(capsys.readouterr().err)
-
-
-@each_row("verb", USAGE)
-def test_help_of_a_verb_is_its_usage(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([verb, "--config", "none.yaml", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert f"\n  {verb} " in said
-    # With the line of the prompt above it.
-    assert said.count("\n") < 50, verb
-    takes_keys = verb in ("launch", "train", "sft", "eval", "check", "plan")
-    assert main([verb, "--help-keys"]) == (0 if takes_keys else 2)
-    listed = capsys.readouterr().out
-    for key in LIVE:
-        is_there = takes_keys and (verb != "sft" or is_read(key))
-        assert is_there == (f"\n  --{key}  (" in f"\n{listed}"), key
-        assert f"\n  --{key}  (" not in said
-    for flag, key in FLAGS.items():
-        is_there = takes_keys and (verb != "sft" or is_read(key))
-        # As a flag for this key: export has a --tokenizer_dir of its own.
-        listed_flag = any(line.split() == [flag, key] for line in said.splitlines())
-        assert is_there == listed_flag, flag
-
-
-def test_the_keys_of_a_section_are_listed_by_themselves(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for words in (["--help-keys", "rl_config"], ["--help-keys=rl_config"]):
-        assert main(["train", *words]) == 0
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  --")]
-        assert len(lines) == sum(key.startswith("rl_config.") for key in LIVE)
-        assert all(line.startswith("  --rl_config.") for line in lines)
-    assert main(["train", "--help-keys", "actor_confg"]) == 2
-    assert "did you mean actor_config" in only_sentence(capsys.readouterr().err)
-    assert main(["sft", "--help-keys", "generate_config"]) == 2
-    assert "reads no key of the section" in only_sentence(capsys.readouterr().err)
 
 
 def test_a_process_of_its_own_ends_with_status_2_and_one_line(configuration: Path) -> None:
