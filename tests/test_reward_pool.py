@@ -85,9 +85,9 @@ def test_hostile_rewards_cost_their_samples_only(scorer: Callable[..., Scorer]) 
     assert "exited with status 3" in scores.messages["exits"]
 
 
-def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
-    scorer: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Lists how many seconds each call of a worker may take."""
     ask, waited = Worker.ask, list[float]()
 
     def noting(worker: Worker, tasks: Any, deadline: float, seconds: float, *more: Any) -> Any:
@@ -95,6 +95,12 @@ def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
         return ask(worker, tasks, deadline, seconds, *more)
 
     monkeypatch.setattr(Worker, "ask", noting)
+    return waited
+
+
+def test_a_function_that_hangs_on_every_sample_takes_one_deadline(
+    scorer: Callable[..., Scorer], waited: list[float]
+) -> None:
     given = scorer(f"{ODD}:spins", "format_reward", deadline=DEADLINE)
     scores = score(given, [str(i % 10) for i in range(40)])
     # For all together, and then for all of them beside each other.
@@ -273,15 +279,8 @@ def test_samples_after_one_that_hangs_are_told_why_they_were_not_reached(
 
 
 def test_a_judge_whose_thread_was_started_at_import_has_the_whole_deadline(
-    scorer: Callable[..., Scorer], monkeypatch: pytest.MonkeyPatch
+    scorer: Callable[..., Scorer], waited: list[float]
 ) -> None:
-    ask, waited = Worker.ask, list[float]()
-
-    def noting(worker: Worker, tasks: Any, deadline: float, seconds: float, *more: Any) -> Any:
-        waited.append(seconds)
-        return ask(worker, tasks, deadline, seconds, *more)
-
-    monkeypatch.setattr(Worker, "ask", noting)
     assert score(scorer(f"{REWARDS}/threaded_rewards.py:judged", deadline=60.0), ["a"]).total == [
         1.0
     ]

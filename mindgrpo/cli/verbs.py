@@ -52,7 +52,7 @@ USAGE = {
   config  --explain KEY | --reference                one key of the configuration in words, or all of them
           --explain NAME=VALUE ... | FILE            the YAML that settings of MindRLHF, verl or TRL mean here
           | --other_trainers                         ... or the names that MindRLHF, verl and TRL have for them
-          | --trl_fields                             ... or the source of GRPOConfig's declaration""",
+          | --trl_fields                             ... or the fields of GRPOConfig's declaration""",
     "example": """\
   example [NAME]                                     an example into the present folder, with the command to run it""",
     "doctor": """\

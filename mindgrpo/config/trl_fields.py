@@ -1,6 +1,6 @@
 """Declares GRPOConfig's fields with types and defaults, as Python source: what editors and `help` read.
 
-`python -m mindgrpo config --trl_fields` prints mindgrpo/run/trl_fields.py.
+`python -m mindgrpo config --trl_fields` prints the parameters that mindgrpo/run/trl_fields.py has.
 """
 
 from __future__ import annotations
@@ -11,60 +11,28 @@ from mindgrpo.config.names import aliases
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
 
-_HEAD = '''"""Declares the fields of GRPOConfig, for editors and `help`. Generated from the schema and its aliases:
-
-python -m mindgrpo config --trl_fields > mindgrpo/run/trl_fields.py
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Literal, ParamSpec
-
-Fields = ParamSpec("Fields")
-
-
-def only_given(declared: Callable[Fields, None]) -> Callable[Fields, None]:
-    """Hands over the fields that the caller gives, and no defaults: those of a configuration beside them stay."""
-
-    @wraps(declared)
-    def init(self: Any, output_dir: str | None = None, **fields: Any) -> None:
-        self.take(fields if output_dir is None else {"output_dir": output_dir} | fields)
-
-    return init  # type: ignore[return-value]
-
-
-class TRLFields:
-    """Has TRL's names of keys; the defaults are those of this package. None: that of the key behind the field."""
-
-    # fmt: off
-    @only_given
-    def __init__(
-        self,
-        output_dir: str | None = None,
-        *,
-'''
-_TAIL = '''    ) -> None: ...
-    # fmt: on
-
-    def take(self, fields: dict[str, Any]) -> None:
-        """Takes the fields that were given."""
-        raise NotImplementedError
-'''
 # Of ScriptArguments, ModelConfig and the trainer's own arguments, which are not fields of its GRPOConfig.
 _ELSEWHERE = frozenset(
-    ("model_name_or_path", "dataset_name", "dataset_train_split", "dataset_test_split", "tools")
-    + ("eval_dataset", "processing_class", "reward_funcs", "environment_factory", "max_length")
-    + (
+    [
+        "model_name_or_path",
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "eval_dataset",
+        "processing_class",
+        "reward_funcs",
+        "environment_factory",
+        "tools",
+        "max_length",
         "lora_r",
         "lora_alpha",
         "lora_target_modules",
         "use_peft",
         "torch_dtype",
         "trust_remote_code",
-    )
-    + ("dataset_config", "output_dir")
+        "output_dir",
+    ]
 )
 # Where TRL's values are of another type than ours.
 _TYPES = {
@@ -88,21 +56,19 @@ _TYPES = {
     "vllm_importance_sampling_correction": "bool",
     "vllm_importance_sampling_mode": "str | None",
 }
-
-
 # Characters of the values of a field above which it is text: a line has no room for more.
 _LONG_CHOICES = 60
 
 
 def trl_fields() -> str:
-    """Returns mindgrpo/run/trl_fields.py."""
+    """Returns a line for each field."""
     names = {
         name: key
         for key, theirs in aliases().by_key.items()
         for name in theirs.get("trl", ())
         if name not in _ELSEWHERE and key in LIVE
     }
-    return _HEAD + "".join(_parameter(name, key) for name, key in names.items()) + _TAIL.rstrip()
+    return "\n".join(_parameter(name, key) for name, key in names.items())
 
 
 def _parameter(name: str, key: str) -> str:
@@ -115,7 +81,7 @@ def _parameter(name: str, key: str) -> str:
     if default is None and not kind.endswith("None"):
         kind += " | None"
     shown = f'"{default}"' if isinstance(default, str) else repr(default)
-    return f"        {name}: {kind} = {shown},  # {key}\n"
+    return f"        {name}: {kind} = {shown},  # {key}"
 
 
 def _written(kind: Any) -> str:

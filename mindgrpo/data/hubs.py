@@ -50,7 +50,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class HubFile:
     """`size` in bytes and `checksum`, of SHA-256 or as git makes them, are None where the hub does not say."""
 
     size: int | None = None
@@ -61,7 +61,7 @@ class Repository(ABC):
     """One revision of a repository. `offline` says why the hub did not answer, None if it did."""
 
     commit: str
-    files: Mapping[str, StoredFile]
+    files: Mapping[str, HubFile]
     offline: str | None
     # All files of the revision are known, not only those in the cache.
     is_listed: bool
@@ -110,7 +110,7 @@ class HuggingFace(Repository):
         assert info.sha is not None
         self.commit = info.sha
         self.files = {
-            one.rfilename: StoredFile(one.size, one.lfs.sha256 if one.lfs else one.blob_id)
+            one.rfilename: HubFile(one.size, one.lfs.sha256 if one.lfs else one.blob_id)
             for one in info.siblings or ()
         }
 
@@ -150,12 +150,12 @@ class HuggingFace(Repository):
             raise absent(wanted, self, "it is not in the cache") from None
         self.commit, self.is_listed = folder.name, False
         here = (path for path in sorted(folder.rglob("*")) if path.is_file())
-        self.files = {path.relative_to(folder).as_posix(): StoredFile() for path in here}
+        self.files = {path.relative_to(folder).as_posix(): HubFile() for path in here}
         with suppress(Exception):  # older versions keep no list, and others fill caches
             from huggingface_hub import get_cached_repo_tree
 
             tree = get_cached_repo_tree(self._name, repo_type=self._kind, revision=self.commit)
-            self.files, self.is_listed = {one.path: StoredFile(one.size) for one in tree}, True
+            self.files, self.is_listed = {one.path: HubFile(one.size) for one in tree}, True
 
     def _reason(self, error: Exception) -> str:
         from huggingface_hub import constants
@@ -225,8 +225,7 @@ class ModelScope(Repository):
             return
         self._listed = [one for one in listed if one.get("Type") != "tree"]
         self.files = {
-            one["Path"]: StoredFile(one.get("Size"), one.get("Sha256") or None)
-            for one in self._listed
+            one["Path"]: HubFile(one.get("Size"), one.get("Sha256") or None) for one in self._listed
         }
         self.commit = asked if wanted.name.is_pinned else self._newest_commit(asked)
         with suppress(OSError):

@@ -1,6 +1,6 @@
-"""Declares the fields of GRPOConfig, for editors and `help`. Generated from the schema and its aliases:
+"""Declares the fields of GRPOConfig, for editors and `help`.
 
-python -m mindgrpo config --trl_fields > mindgrpo/run/trl_fields.py
+Those after `*` are what `python -m mindgrpo config --trl_fields` prints, from the schema and its aliases.
 """
 
 from __future__ import annotations
