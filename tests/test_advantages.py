@@ -356,6 +356,33 @@ def test_an_estimator_is_found_by_its_name(name: str, function: Callable[[], np.
             compute_advantages(ROLLOUT, REWARDS, config)
 
 
+# Of gdpo each function's rewards are read, where a failure is nan.
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gdpo"])
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_sample_whose_reward_failed_has_no_advantage_whatever_stands_in_its_place(
+    name: str, beta: float
+) -> None:
+    """Sample 1, and with remax the second group, whose greedy completion failed."""
+    failed = np.arange(REWARDS.size) == 1
+    config = AdvantageConfig(3, name, ESTIMATORS[name], reward_beta=beta)
+
+    def made(number: float) -> list[float]:
+        rewards = np.where(failed, number, REWARDS)
+        greedy = np.array([0.75, np.nan]) if name == "remax" else None
+        batch, _ = compute_advantages(
+            ROLLOUT, rewards, config, OLD, REFERENCE, None, (), greedy, BASELINES, failed
+        )
+        if batch.token_advantages is not None:
+            assert not batch.token_advantages[1].any()
+        return batch.advantages.tolist()
+
+    of_mean = made(float(REWARDS[[0, 2]].mean()))
+    assert of_mean[1] == made(7.0)[1] == 0.0 and any(of_mean)
+    assert name != "remax" or of_mean[3:] == [0.0] * 3
+    if name in ("opo", "remax", "rae", "reinforce_plus_plus"):
+        assert of_mean == made(7.0)
+
+
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus"])
 def test_distillation_adds_what_the_teacher_finds_likelier_to_every_tokens_advantage(
     name: str,

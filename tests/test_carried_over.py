@@ -89,6 +89,10 @@ def test_baselines_move_by_the_rewards_of_their_role_alone_before_they_are_subtr
     third = 0.9 * second + 0.1 * 1.0
     np.testing.assert_allclose(own, [first, 0.0, second, third], rtol=1e-15)
     assert after == pytest.approx({"a": third, "b": 0.0, "c": 3.0})
+    failed = np.array([False, True, True, False])
+    own, after = role_baselines(rewards, roles, {"a": 0.5, "c": 3.0}, 0.9, failed)
+    np.testing.assert_allclose(own, [first, 0.0, first, 0.9 * first + 0.1], rtol=1e-15)
+    assert after == pytest.approx({"a": 0.9 * first + 0.1, "c": 3.0})
     with pytest.raises(ValueError, match="not finite"):
         role_baselines(np.array([np.nan]), ["a"], {}, 0.9)
 

@@ -141,17 +141,24 @@ def against_greedy(rewards: np.ndarray, greedy: np.ndarray, num_generations: int
 
 
 def role_baselines(
-    rewards: np.ndarray, roles: Sequence[str], baselines: Mapping[str, float], gamma: float
+    rewards: np.ndarray,
+    roles: Sequence[str],
+    baselines: Mapping[str, float],
+    gamma: float,
+    failed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Moves each role's baseline by its samples' rewards in order, b = gamma b + (1 - gamma) r, from 0 at first.
 
     Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): a sample's advantage is r - b, b having moved by r
     already. Returns float64 [samples], the b of each sample, and the baselines by role after all of them. `rewards`
-    float [samples]; raises ValueError on NaN.
+    float [samples], of which those that are `failed` (bool [samples]) move nothing; raises ValueError on NaN.
     """
     after, own = dict(baselines), np.zeros(len(roles))
+    known = np.ones(len(roles), bool) if failed is None else ~failed
     for i, (role, reward) in enumerate(zip(roles, _groups(rewards, 1)[:, 0].tolist(), strict=True)):
-        after[role] = own[i] = gamma * after.get(role, 0.0) + (1.0 - gamma) * reward
+        own[i] = after.get(role, 0.0)
+        if known[i]:
+            after[role] = own[i] = gamma * own[i] + (1.0 - gamma) * reward
     return own, after
 
 

@@ -46,13 +46,15 @@ def compute_advantages(
     components: Components = (),
     greedy: np.ndarray | None = None,
     baselines: np.ndarray | None = None,
+    failed: np.ndarray | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
 
     `components` are each reward function's, which gdpo needs; `greedy` float [groups] are rewards of greedy
     completions, which remax needs, and `baselines` float [samples] those of roles, which rae needs; `turn_rewards`
     float [turns] per sample are needed where turns have advantages of their own. `old_logps` and `reference_logps`
-    float32 [completion length] per sample are the policy's before its update and the reference's.
+    float32 [completion length] per sample are the policy's before its update and the reference's. Samples that are
+    `failed` (bool [samples], None: none) have no reward but a number in its place: their advantage is 0.
     Raises ValueError on rewards that are not finite, and where the settings need what is not given.
     """
     sample_mask = None
@@ -62,9 +64,14 @@ def compute_advantages(
         differ = ~zero_std_groups(rewards, config.num_generations).repeat(config.num_generations)
         sample_mask = differ if sample_mask is None else sample_mask & differ
     penalties = _penalties(rollout, config, old_logps, reference_logps)
+    if failed is None:
+        failed = np.zeros(len(rollout), bool)
+    if greedy is not None:
+        # There is nothing to compare a group with where the reward of its greedy completion is not known.
+        failed = failed | np.isnan(greedy).repeat(config.num_generations)
     token_advantages = None
     if config.advantage_estimator.startswith("reinforce_plus_plus"):
-        by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask)
+        by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask, failed)
         advantages = _means(by_token, rollout)
         token_advantages = by_token if config.reward_beta > 0 else None
     elif config.by_turn:
@@ -76,7 +83,7 @@ def compute_advantages(
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
-        advantages = _by_sample(rollout, rewards, config, components, greedy, baselines)
+        advantages = _by_sample(rollout, rewards, config, components, greedy, baselines, failed)
     if config.distillation_coef > 0:
         earned = advantages if token_advantages is None else token_advantages
         token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
@@ -112,8 +119,23 @@ def _by_sample(
     components: Components,
     greedy: np.ndarray | None,
     baselines: np.ndarray | None,
+    failed: np.ndarray,
 ) -> np.ndarray:
-    """Returns float32 [samples], of the estimators that give a sample one advantage."""
+    """Returns float32 [samples], of the estimators that give a sample one advantage; 0 where it is `failed`."""
+    lengths = np.where(failed, 0, rollout.action_lengths)
+    advantages = _estimate(lengths, rewards, config, components, greedy, baselines)
+    return np.where(failed, np.float32(0), advantages)
+
+
+def _estimate(
+    lengths: np.ndarray,
+    rewards: np.ndarray,
+    config: AdvantageConfig,
+    components: Components,
+    greedy: np.ndarray | None,
+    baselines: np.ndarray | None,
+) -> np.ndarray:
+    """Returns float32 [samples]; `lengths` int [samples] are the weights of samples in opo's baseline."""
     count, scale, floor = config.num_generations, config.scale_rewards, config.std_floor
     match config.advantage_estimator:
         case "rloo":
@@ -133,7 +155,7 @@ def _by_sample(
         case "maxrl":
             return maximum_likelihood(rewards, count, floor)
         case "opo":
-            return optimal_baseline(rewards, rollout.action_lengths, count)
+            return optimal_baseline(rewards, lengths, count)
         case "pass_at_k":
             return best_of_group(rewards, count, scale, floor)
         case "gpg":
@@ -172,17 +194,20 @@ def _reinforce_plus_plus(
     penalties: Arrays,
     config: AdvantageConfig,
     sample_mask: np.ndarray | None,
+    failed: np.ndarray,
 ) -> Arrays:
-    """Returns float32 [completion length] per sample: advantages of tokens that the policy wrote, 0 for others."""
+    """Returns float32 [completion length] per sample: advantages of tokens that the policy wrote, 0 for others.
+
+    Those of samples that are `failed` are 0, and count neither in the mean nor in the deviation.
+    """
     baseline = config.num_generations if config.advantage_estimator.endswith("baseline") else None
-    if sample_mask is None:
-        sample_mask = np.ones(len(rollout), bool)
+    counted = ~failed if sample_mask is None else sample_mask & ~failed
     actions = [p[mask] for p, mask in zip(penalties, rollout.action_mask, strict=True)]
-    advantages = reinforce_plus_plus(rewards, actions, sample_mask, baseline, config.std_floor)
+    advantages = reinforce_plus_plus(rewards, actions, counted, baseline, config.std_floor)
     by_token = []
-    for values, mask in zip(advantages, rollout.action_mask, strict=True):
+    for values, mask, is_failed in zip(advantages, rollout.action_mask, failed, strict=True):
         spread = np.zeros(mask.size, np.float32)
-        spread[mask] = values
+        spread[mask] = 0 if is_failed else values
         by_token.append(spread)
     return by_token
 

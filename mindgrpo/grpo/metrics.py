@@ -203,7 +203,7 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
     if outcome.batch.sample_mask is not None:
         metrics["masked_fraction"] = float(1.0 - outcome.batch.sample_mask.mean())
     if outcome.greedy is not None:
-        metrics["reward/greedy"] = float(outcome.greedy.mean())
+        metrics["reward/greedy"] = mean_of(outcome.greedy[~np.isnan(outcome.greedy)])
     if outcome.solved is not None:
         metrics["solved_prompts"] = outcome.solved
     if outcome.resampling is not None:

@@ -36,7 +36,7 @@ from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.grpo.updates import agree_on_batch, make_updates
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
-from mindgrpo.rewards.scores import mean_of
+from mindgrpo.rewards.scores import Scores, mean_of
 from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.rollout.partial import PartialRollouts
@@ -199,14 +199,18 @@ class Stepper:
         return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
 
     def greedy_rewards(self, step: int, rollout: Rollout) -> np.ndarray | None:
-        """Returns float [groups], the reward of the likeliest completion of each prompt; None if none is needed."""
+        """Returns float [groups], the reward of the likeliest completion of each prompt, nan where it failed.
+
+        None if none is needed.
+        """
         settings = self.settings
         if settings.advantages.advantage_estimator != "remax":
             return None
         prompts = self._prompts.owners(rollout.group_ids[:: settings.num_generations])
         likeliest = self._rollout(step, prompts, greedy=True)
         with self._phase("score"):
-            return self._scorer.score(likeliest, prompts).scores.total
+            scores = self._scorer.score(likeliest, prompts).scores
+            return np.where(scores.failed, np.float32(np.nan), scores.total)
 
     def _rollout(
         self,
@@ -300,7 +304,8 @@ class Stepper:
                 scored.turn_rewards,
                 scored.scores.components if decoupled else (),
                 greedy,
-                self._role_baselines(rollout, rewards),
+                self._role_baselines(rollout, scored.scores),
+                scored.scores.failed,
             )
             bad = non_finite.in_batch(batch)
         else:
@@ -308,7 +313,7 @@ class Stepper:
             batch = TrainBatch(rollout, unknown, None, old_logps, reference_logps)
         return batch, correction, agree_on_batch(self.backend, batch, rewards, bad, step)
 
-    def _role_baselines(self, rollout: Rollout, rewards: np.ndarray) -> np.ndarray | None:
+    def _role_baselines(self, rollout: Rollout, scores: Scores) -> np.ndarray | None:
         """Returns float64 [samples] of `role_baselines`, once a step; None where the advantages are not rae's."""
         config, column = self.settings.advantages, self.settings.role_column
         if config.advantage_estimator != "rae":
@@ -318,7 +323,9 @@ class Stepper:
             owners = self._prompts.owners(rollout.group_ids)
             roles = [str(owner.columns[column]) for owner in owners]
         gamma = config.role_baseline_ema_gamma
-        own, self._baselines = role_baselines(rewards, roles, self._baselines, gamma)
+        own, self._baselines = role_baselines(
+            scores.total, roles, self._baselines, gamma, scores.failed
+        )
         return own
 
     def _update(

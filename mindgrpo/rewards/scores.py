@@ -122,7 +122,7 @@ class Scores:
     def filled(self, groups: Sequence[int]) -> Scores:
         """Gives each failed sample the mean total of its group's others.
 
-        Its advantage is 0, and the group's other advantages are as without it.
+        The group's mean is as without it.
         `groups` is each sample's. Where all of a group have failed, their totals are the mean of all others,
         0 where there is none.
         """

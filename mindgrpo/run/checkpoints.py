@@ -110,6 +110,10 @@ class RunCheckpoints:
             return
         # Only then is it known which one is the best on disk.
         self.commit()
+        if not means:
+            raise UserError(
+                f"rl_config.save_ckpt_best is '{name}', but nothing is scored: add reward functions, or leave it out."
+            )
         if name not in means:
             raise UserError(
                 f"rl_config.save_ckpt_best is '{name}', but the rewards are {', '.join(means)}; name one of these."
