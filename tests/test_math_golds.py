@@ -69,6 +69,10 @@ SAME = [
     ("12-5", "7"),
     (r"\text{Paris}", "Paris"),
     (r"\text{(C)}", "(C)"),
+    ("silent", r"\text{silent}"),
+    (r"\textbf{New York}", "New York."),
+    ("x and y", "y, x"),
+    ("ab", "ba"),
     ("17 \\bmod 5", "17 \\bmod 5"),
     (r"1, 2, \ldots, n", r"1,2,\ldots,n"),
 ]
@@ -119,6 +123,9 @@ OTHER = [
     (r"3 $\frac{1}{2}$", r"\frac{1}{2}"),
     (r"first $5$ apples, then $7$ pears", "7"),
     (r"\boxed{1} \text{ or } \boxed{2}", "2"),
+    ("silent", "listen"),
+    (r"\text{Eve}", r"\mathrm{eeV}"),
+    ("no solution", "on solution"),
     ("7" + " and" * 600 + " 5", "5"),
 ]
 

@@ -104,12 +104,13 @@ class Recorder:
 
 
 SYSTEM = {"role": "system", "content": "Add."}
+WORKED = "Four more. #### 7"
 
 
 def as_rows(folder: Path, key: str, is_conversation: bool) -> Path:
     texts = ["3 + 4", "5 + 6"]
     asked = [[SYSTEM, {"role": "user", "content": t}] if is_conversation else t for t in texts]
-    rows = [{key: each, "answer": "7", "level": 1} for each in asked]
+    rows = [{key: each, "answer": WORKED, "level": 1} for each in asked]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder / "rows.jsonl"
 
@@ -163,7 +164,9 @@ def test_functions_get_messages_where_trl_passes_them_or_the_key_says_so(
         assert given["prompts"][0] == ([SYSTEM, user] if is_conversation else [user])
     else:
         assert given["completions"][0] == text and given["prompts"][0] == inputs.prompts[0].text
-    assert given["level"] == [1] * 4
+    assert given["level"] == [1] * 4 and given["answers"] == ["7"] * 4
+    # TRL passes the column as it is.
+    assert given.get("answer") == ([WORKED] * 4 if form == "as_prompts" else None)
     is_said = any("completions as lists of messages" in note for note in inputs.notes)
     assert is_said is (gets_messages and form == "as_prompts")
 

@@ -101,12 +101,14 @@ class RowForm:
     """How rows become examples.
 
     `key_map` is NAME -> key of the row, or path of keys with dots; an empty one for `answer` says that there is no
-    gold answer. `columns` are those that rewards get; None means all.
+    gold answer. `columns` are those that rewards get; None means all. `keeps_answer` is whether they get the column
+    `answer` as the row has it, as in TRL, and not the gold answer.
     """
 
     dataset_type: str | None = None
     key_map: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] | None = None
+    keeps_answer: bool = False
 
     def __post_init__(self) -> None:
         if self.dataset_type not in (None, *DATASET_TYPES):
@@ -150,7 +152,7 @@ class RowForm:
         columns = {
             key: None if is_nan(value) else value
             for key, value in row.items()
-            if key not in (question_key, "answer")
+            if key != question_key and (key != "answer" or self.keeps_answer)
         }
         if not is_missing(columns.pop("question", None)):
             columns["original_question"] = row["question"]
@@ -163,6 +165,7 @@ class RowForm:
         unanswered = self._unanswered(row, columns, where) if lacking else ""
         if self.columns is not None:
             kept = [*self.columns, *(["messages"] if is_conversation else [])]
+            kept += ["answer"] if self.keeps_answer else []
             columns = {key: value for key, value in columns.items() if key in kept}
         for name in RESERVED:
             if name in columns:

@@ -151,13 +151,13 @@ def prepare(
 
     `ranks`, who all call this, share the reading of the data. Where this process `scores`, rewards begin to load
     first, to be checked with `check_rewards` at the end. `form` is what they get where reward_config.completions does
-    not say.
+    not say; as_prompts also gives them the column `answer` as it is.
     """
     with ExitStack() as unless_read:
         scorer = scorer_of(config, reward_functions, reward_weights) if scores else None
         if scorer is not None:
             unless_read.callback(scorer.close)
-        inputs = _read(config, world_size, ranks, scorer)
+        inputs = _read(config, world_size, ranks, scorer, form)
         unless_read.pop_all()
     asked, notes = config.reward_config.completions, inputs.notes
     if asked is None and form == "as_prompts" and inputs.prompts[0].example.is_conversation:
@@ -226,14 +226,22 @@ def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
 
 
 def held_out_prompts(
-    config: Config, tokenizer: Tokenizer, ranks: Ranks, turns: Turns | None, evaluates: bool
+    config: Config,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    turns: Turns | None,
+    evaluates: bool,
+    keeps_answer: bool = False,
 ) -> PromptSet | None:
-    """Returns the held-out prompts; seeds where the run `evaluates`, None without any."""
+    """Returns the held-out prompts; seeds where the run `evaluates`, None without any.
+
+    `keeps_answer` is RowForm's.
+    """
     rl = config.rl_config
     if not rl.eval_dataset_file and not (rl.uses_seeds and evaluates):
         return None
     choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
-    return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file")
+    return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file", keeps_answer)
 
 
 def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = ALONE) -> Inputs:
@@ -285,13 +293,20 @@ def _read_model(
     return plan, tokenizer
 
 
-def _read(config: Config, world_size: int | None, ranks: Ranks, scorer: Scorer | None) -> Inputs:
+def _read(
+    config: Config,
+    world_size: int | None,
+    ranks: Ranks,
+    scorer: Scorer | None,
+    form: CompletionForm,
+) -> Inputs:
     plan, tokenizer = _read_model(config, world_size)
     rl = config.rl_config
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
     turns = read_turns(config, tokenizer)
-    prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file")
-    held_out = held_out_prompts(config, tokenizer, ranks, turns, rl.eval_steps > 0)
+    evaluates, keeps_answer = rl.eval_steps > 0, form == "as_prompts"
+    prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file", keeps_answer)
+    held_out = held_out_prompts(config, tokenizer, ranks, turns, evaluates, keeps_answer)
     if rl.role_column is not None and rl.role_column not in prompts.column_names:
         raise UserError(
             f"rl_config.role_column is {rl.role_column}, but the columns of rl_config.dataset_file {rl.dataset_file} "
@@ -402,10 +417,12 @@ def _prompts(
     turns: Turns | None,
     choice: SplitChoice,
     name: str,
+    keeps_answer: bool,
 ) -> PromptSet:
     rl, key = config.rl_config, f"rl_config.{name}"
     path: str | None = getattr(rl, name)
-    rows = RowForm(rl.dataset_type, parse_key_map(rl.dataset_map_keys), rl.dataset_columns)
+    key_map = parse_key_map(rl.dataset_map_keys)
+    rows = RowForm(rl.dataset_type, key_map, rl.dataset_columns, keeps_answer)
     if path:
         examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     elif rl.uses_seeds:

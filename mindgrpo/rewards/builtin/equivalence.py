@@ -49,6 +49,9 @@ IS_MORE = re.compile(rf"\d|{MATHEMATICS.pattern}")
 PERCENT = re.compile(r"\s*(?:\\?%|[Pp]er\s?cent)")
 # What may differ in two texts that say the same.
 FILLING = re.compile(r"[\s$]+|\\[,;!:]")
+# Words, which math-verify reads as a product of their letters: listen would be silent.
+WORDS = re.compile(r"[A-Za-z\s.,'-]*\b(?!and\b)[A-Za-z]{3}[A-Za-z\s.,'-]*")
+MARKUP = re.compile(r"\\(?:text\w*|math\w+|mbox)\b\s*|[{}$]")
 
 # It warns at every call that nobody but the caller watches the time, which is so.
 for name in ("parser", "grader", "utils"):
@@ -75,6 +78,8 @@ def is_equivalent(text: object, answer: str, float_rounding: int) -> float | Non
     # What needs no algebra: most right answers are written like the gold one.
     if gold and gold in (marked.strip(), whole):
         return 1.0
+    if word := words_of(gold):
+        return float(word in (words_of(marked), words_of(whole)))
     number = gold_number(gold)
     if number is not None and number in (gold_number(marked), gold_number(whole)):
         return 1.0
@@ -88,6 +93,13 @@ def is_equivalent(text: object, answer: str, float_rounding: int) -> float | Non
     )
     is_part = READ_IN_PART.search(marked) is not None
     return float(not is_part and is_verified(wanted, answered, float_rounding))
+
+
+def words_of(text: str) -> str:
+    """Returns the words that a text is, without spaces, markup and the full stop; "" where it is something else."""
+    boxed = box_content(text)
+    bare = MARKUP.sub("", text if boxed is None else boxed).strip()
+    return FILLING.sub("", bare.rstrip(".")) if WORDS.fullmatch(bare) else ""
 
 
 def whole_expression(text: str) -> list[Any]:
