@@ -122,7 +122,7 @@ def test_all_that_has_to_change_is_told_at_once(
     for line, part in zip(lines(*words), parts, strict=True):
         assert part in line
     # What needs the model is checked once it is named, and values of all keys before anything is read.
-    parts = ("actor_config.load", "no Ascend device")
+    parts = ("actor_config.load", "no Ascend device", "nowhere.jsonl")
     for line, part in zip(lines(*words, "--actor_config.load", ""), parts, strict=True):
         assert part in line
     wrong = [f"--{key}=-1" for key in ("rl_config.beta", "rl_config.max_steps", "context.mode")]
@@ -314,6 +314,13 @@ def test_a_folder_that_a_run_cannot_make_is_told_by_its_key_before_it(
 
 def test_what_is_refused_once_ranks_run_is_refused_before(refused: Check) -> None:
     assert "context.loss_scale is 8" in refused("--context.loss_scale", "8")
+
+
+def test_what_is_still_to_be_set_is_told_beside_what_is_wrong_and_once(refused: Check) -> None:
+    words = ["--actor_config.load=/path/to/model", "--rl_config.dataset_file=nowhere.jsonl"]
+    lines = refused(*words, "--reward_config.verifier_function=[]", count=2).splitlines()
+    assert "still '/path/to/model'" in lines[0] and "verifier_function (" in lines[0]
+    assert "nowhere.jsonl" in lines[1]
 
 
 def test_a_missing_model_directory_is_told_with_its_key(refused: Check, tmp_path: Path) -> None:

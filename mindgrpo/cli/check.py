@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -15,6 +15,7 @@ from mindgrpo.config import (
     Config,
     Loaded,
     load_config,
+    missing_keys,
     parse_command_line,
     require_run_keys,
     values_by_key,
@@ -85,7 +86,7 @@ def _check(known: list[Loaded], files: Sequence[Path], world_size: int | None) -
     Adds to `known` the configuration with paths in place of names on a hub.
     """
     loaded, name = known[0], run_name(files)
-    _check_keys(loaded)
+    require_run_keys(loaded, needed=_needed(loaded))
     check_hosts(loaded.config.context.target, os.environ, world_size or 1)
     check_installed(loaded.config.monitor_config.trackers)
     start, loaded = find_start(loaded, name)
@@ -107,8 +108,8 @@ def _check(known: list[Loaded], files: Sequence[Path], world_size: int | None) -
     return inputs
 
 
-def _check_keys(loaded: Loaded) -> None:
-    require_run_keys(loaded, needed=SFT_KEYS if loaded.is_supervised else RUN_KEYS)
+def _needed(loaded: Loaded) -> Mapping[str, str]:
+    return SFT_KEYS if loaded.is_supervised else RUN_KEYS
 
 
 def _check_folders(config: Config, name: str) -> None:
@@ -129,24 +130,25 @@ def _others(loaded: Loaded, name: str, world_size: int | None) -> Iterator[str]:
     def check_data() -> None:
         for key, choice in data.items():
             path = values_by_key(config)[key]
-            if path and hub_name(str(path)) is None:
+            if path and key not in missing and hub_name(str(path)) is None:
                 data_files(str(path), choice, key)
 
-    samples = not loaded.is_supervised
+    # Of what is missing nothing more is said.
+    missing, samples = missing_keys(loaded, needed=_needed(loaded)), not loaded.is_supervised
+    has_rewards = samples and "reward_config.verifier_function" not in missing
+    has_model = "actor_config.load" not in missing and hub_name(config.actor_config.load) is None
     yield from problems(
-        lambda: _check_keys(loaded),
+        lambda: require_run_keys(loaded, needed=_needed(loaded)),
         lambda: check_hosts(config.context.target, os.environ, world_size or 1),
         lambda: _check_folders(config, name),
         lambda: check_installed(config.monitor_config.trackers),
         lambda: engine_notes(config) if samples else None,
         lambda: check_device(config.context.target, os.environ),
     )
-    if any(problems(lambda: _check_keys(loaded))):
-        return  # Both would be said again of the same keys.
     yield from problems(
         check_data,
-        lambda: scorer_of(config).close() if samples else None,
-        lambda: None if hub_name(config.actor_config.load) else model.append(read_model(config)),
+        lambda: scorer_of(config).close() if has_rewards else None,
+        lambda: model.append(read_model(config)) if has_model else None,
     )
     for own in model:
         yield from _others_of_model(config, own, world_size)

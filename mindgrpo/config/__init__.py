@@ -15,6 +15,7 @@ from mindgrpo.config.load import (
     Loaded,
     config_with,
     load_config,
+    missing_keys,
     require_run_keys,
     write_resolved,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "configuration_words",
     "load_config",
     "memory_bytes",
+    "missing_keys",
     "parse_command_line",
     "require_run_keys",
     "schedule_notes",

@@ -143,11 +143,21 @@ def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
 def require_run_keys(
     loaded: Loaded, *, rewards_in_code: bool = False, needed: Mapping[str, str] = RUN_KEYS
 ) -> None:
-    """Raises UserError with all the settings that a run needs and the user has still to make.
+    """Raises UserError with all of `missing_keys`."""
+    if missing := missing_keys(loaded, rewards_in_code=rewards_in_code, needed=needed):
+        raise UserError(
+            f"Before this can run, {', '.join(missing.values())}; set each in the file or as --KEY VALUE."
+        )
+
+
+def missing_keys(
+    loaded: Loaded, *, rewards_in_code: bool = False, needed: Mapping[str, str] = RUN_KEYS
+) -> dict[str, str]:
+    """Returns the keys that a run needs and the user has still to set, and what is to be said of each.
 
     `needed` describes each key; of a program with other needs than a run, no other key matters.
     """
-    missing = []
+    missing = {}
     for key, value in values_by_key(loaded.config).items():
         if key not in needed and needed is not RUN_KEYS:
             continue
@@ -158,13 +168,10 @@ def require_run_keys(
         of_rows = ("rl_config.dataset_file", "rl_config.eval_dataset_file")
         is_made |= key in of_rows and loaded.config.rl_config.uses_seeds
         if key in needed and not value and not is_made:
-            missing.append(f"{key} ({needed[key]}) is not set")
+            missing[key] = f"{key} ({needed[key]}) is not set"
         elif isinstance(value, str) and value.startswith(_PLACEHOLDER):
-            missing.append(f"{key} is still '{value}' ({loaded.origins[key]})")
-    if missing:
-        raise UserError(
-            f"Before this can run, {', '.join(missing)}; set each in the file or as --KEY VALUE."
-        )
+            missing[key] = f"{key} is still '{value}' ({loaded.origins[key]})"
+    return missing
 
 
 def write_resolved(loaded: Loaded, path: str | Path) -> None:
