@@ -6,6 +6,7 @@ Does not prove that engines draw right after context: test_distributed.py compar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ from data_sets import MODEL
 
 from mindgrpo.algorithm.sample import LENGTH, MAX_TURNS, STOPPED, Request, Sample, collect
 from mindgrpo.data.chat_template import ChatTemplate, shipped_names
-from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
+from mindgrpo.data.tokenizer import MAX_ID, Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
-from mindgrpo.rollout.conversations import Conversations, run_together
+from mindgrpo.rollout.conversations import UNREADABLE, Conversations, run_together
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.tools import ToolTurns, tool_metrics
 from mindgrpo.tools.calls import ToolCall, parse_hermes
 from mindgrpo.tools.pool import ToolAnswer, load_tools
+from mindgrpo.workers.protocol import BAD_RESULT
 
 VERSION = 3
 SCHEMAS = [tool.schema() for tool in load_tools(["calculator"])]
@@ -37,12 +39,13 @@ def tokenizer() -> Tokenizer:
 class Echo:
     """Answers every call with how many it has had."""
 
-    def __init__(self) -> None:
+    def __init__(self, text: str = "answer") -> None:
         self.calls: list[ToolCall] = []
+        self._text = text
 
     def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
         self.calls += calls
-        return [ToolAnswer(f"answer {len(self.calls)}") for _ in calls]
+        return [ToolAnswer(f"{self._text} {len(self.calls)}") for _ in calls]
 
     def close(self) -> None:
         """Nothing was started."""
@@ -83,9 +86,11 @@ def run(tokenizer: Tokenizer) -> Run:
         max_turns: int = 8,
         max_tool_calls: int | None = None,
         max_tokens: int = 10**6,
+        answer: str = "answer",
+        num_known: int = MAX_ID + 1,
     ) -> tuple[list[Sample], Writer, Echo]:
-        pool, writer = Echo(), Writer(tokenizer, texts)
-        suffix = TurnSuffix(tokenizer, SCHEMAS)
+        pool, writer = Echo(answer), Writer(tokenizer, texts)
+        suffix = TurnSuffix(replace(tokenizer, num_known=num_known), SCHEMAS)
         responder = ToolTurns(parse_hermes, pool, max_tool_calls)
         conversations = Conversations(tokenizer, suffix, responder, max_turns)
         requests = [Request(np.array([5, 6], np.int32), tuple(texts), (max_tokens,) * len(texts))]
@@ -172,6 +177,19 @@ def test_the_budget_is_of_all_turns_and_context(run: Run, spare: int) -> None:
     else:
         assert len(one.tokens) == start + 1 and one.action_mask[-1]
         np.testing.assert_array_equal(one.tokens, whole.tokens[: start + 1])
+
+
+def test_an_answer_that_the_model_cannot_read_is_an_error_that_it_can(
+    run: Run, tokenizer: Tokenizer
+) -> None:
+    odd = max(tokenizer.codec.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+    (one,), _, _ = run({0: [CALL, "so"]}, answer=odd[0], num_known=odd[1])
+    assert one.finish_reason == STOPPED and [m["role"] for m in one.messages][1:] == [
+        "tool",
+        "assistant",
+    ]
+    assert (one.messages[1]["failure"], one.messages[1]["content"]) == (BAD_RESULT, UNREADABLE)
+    assert UNREADABLE in tokenizer.decode(one.tokens.tolist())
 
 
 def test_a_turn_that_was_cut_calls_nothing(run: Run, tokenizer: Tokenizer) -> None:

@@ -24,6 +24,8 @@ from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
 from mindgrpo.workers.protocol import BAD_RESULT, CallFailure
 
+UNREADABLE = "Error: an answer holds a token that the model does not have"
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -43,6 +45,12 @@ class Reply:
         """Makes the reply of an environment that failed; nothing is known of the turn's reward then."""
         turn = {"reward": None, "failure": failure.kind, "error": failure.message}
         return cls((), turn, is_last=True, has_failed=True)
+
+    @property
+    def unreadable(self) -> Reply:
+        """Makes the reply of tools of which one answered with a token that the model does not have."""
+        failed = {"content": UNREADABLE, "failure": BAD_RESULT}
+        return replace(self, messages=[{**message, **failed} for message in self.messages])
 
 
 # Draws the samples of a round, which is number `turn`, from 0.
@@ -218,10 +226,11 @@ class Conversations:
             return replace(ended, finish_reason=MAX_TURNS)
         try:
             ids = self.suffix.ids([*map(shown_message, reply.messages)])
-        except UserError as error:  # the template cannot render what an environment made up
-            if self.form is None:
-                raise
-            return _ended(sample, Reply.failed(CallFailure(BAD_RESULT, str(error))), turn)
+        except UserError as error:  # what an environment made up, or a token that the model lacks
+            if self.form is not None:
+                return _ended(sample, Reply.failed(CallFailure(BAD_RESULT, str(error))), turn)
+            reply = reply.unreadable
+            ids = self.suffix.ids([*map(shown_message, reply.messages)])
         if len(sample.tokens) + len(ids) >= max_tokens:
             return replace(ended, finish_reason=LENGTH)
         return ended.with_answer(ids, [dict(message) for message in reply.messages])
