@@ -64,11 +64,7 @@ def compute_advantages(
         differ = ~zero_std_groups(rewards, config.num_generations).repeat(config.num_generations)
         sample_mask = differ if sample_mask is None else sample_mask & differ
     penalties = _penalties(rollout, config, old_logps, reference_logps)
-    if failed is None:
-        failed = np.zeros(len(rollout), bool)
-    if greedy is not None:
-        # There is nothing to compare a group with where the reward of its greedy completion is not known.
-        failed = failed | np.isnan(greedy).repeat(config.num_generations)
+    failed = _without_reward(failed, greedy, config, len(rollout))
     token_advantages = None
     if config.advantage_estimator.startswith("reinforce_plus_plus"):
         by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask, failed)
@@ -110,6 +106,14 @@ def compute_advantages(
         rejected,
     )
     return batch, correction
+
+
+def _without_reward(
+    failed: np.ndarray | None, greedy: np.ndarray | None, config: AdvantageConfig, num_samples: int
+) -> np.ndarray:
+    """Returns bool [samples]: those that failed, and groups whose greedy completion did."""
+    without = np.zeros(num_samples, bool) if failed is None else failed
+    return without if greedy is None else without | np.isnan(greedy).repeat(config.num_generations)
 
 
 def _by_sample(
