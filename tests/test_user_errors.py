@@ -520,6 +520,13 @@ def test_a_reader_that_has_gone_ends_a_verb_without_a_word(words: list[str]) -> 
     assert ended.returncode == 128 + signal.SIGPIPE
 
 
+def test_a_full_disk_behind_standard_output_is_told() -> None:
+    with open("/dev/full", "wb") as full:
+        words = [sys.executable, "-m", "mindgrpo", "config", "--reference"]
+        ended = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2 and "No space left" in only_sentence(ended.stderr)
+
+
 def test_a_tracker_that_is_nowhere_is_told(refused: Check) -> None:
     assert "no file nowhere.py" in refused("--monitor_config.trackers", "nowhere.py:Mine")
 

@@ -122,7 +122,8 @@ def _keys_of(verb: str) -> list[Callable[[str], bool]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the verb that `argv` names and returns the exit status: 2, and one sentence, where the input cannot work.
 
-    Ends without a word where nobody reads what it prints any more, as in `mindgrpo config --reference | head`.
+    Ends without a word where nobody reads what it prints any more, as in `mindgrpo config --reference | head`, and with
+    a sentence where that has no room.
     """
     escape_what_cannot_be_shown()
     try:
@@ -131,12 +132,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _is_unread():
             raise
-        # What is still in the buffers has nowhere to go when the interpreter ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for output in STANDARD_OUTPUTS:
-            os.dup2(nowhere, output)
+        _drop_what_is_printed(STANDARD_OUTPUTS)
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if not _is_full():
+            raise
+        _drop_what_is_printed(STANDARD_OUTPUTS[:1])
+        return print_user_error(
+            UserError(
+                f"What is printed cannot be written ({os.strerror(error.errno or 0)}); make room, or redirect it."
+            )
+        )
     return status
+
+
+def _drop_what_is_printed(outputs: Sequence[int]) -> None:
+    """Leads outputs nowhere: what is still in their buffers would fail again when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in outputs:
+        os.dup2(nowhere, output)
+
+
+def _is_full() -> bool:
+    """Says whether standard output cannot be written: the buffer that could not be may be lost already."""
+    try:
+        os.write(STANDARD_OUTPUTS[0], b"\n")
+    except OSError:
+        return True
+    return False
 
 
 def _is_unread() -> bool:

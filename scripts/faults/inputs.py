@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hostile
+import other_programs
 from seeds import STEP
 from words import FLAGS, REWARDS, TEMPLATES, VARIABLES, WORDS
 
@@ -254,4 +255,5 @@ KINDS: dict[str, Kind] = {
     "score": Kind(2, score),
     "convert": Kind(2, convert),
     "export": Kind(3, export),
+    **{name: Kind(*kind) for name, kind in other_programs.KINDS.items()},
 }

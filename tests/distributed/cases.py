@@ -57,11 +57,11 @@ GEMMA3 = {
     "sliding_window": 20,  # the longest sequence
     "rope_local_base_freq": 50.0,
 }
-# Of 2 + 1 layers over two stages, each of which has experts; the first one a dense layer as well.
+# Of 2 + 2 layers over two stages, the second of which has two layers of experts, and the first a dense one as well.
 QWEN3_MOE = QWEN3 | {
     "vocab_size": 80,
     "model_type": "qwen3_moe",
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
