@@ -68,6 +68,12 @@ def test_every_word_of_the_tables_is_in_the_id_of_a_test() -> None:
     assert collected.returncode == 0, collected.stdout[-500:] + collected.stderr[-500:]
 
 
+def test_every_planted_fault_can_still_be_planted() -> None:
+    words = [sys.executable, "scripts/faults/planted.py", "--check"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_change_reaches_the_files_that_import_it_over_any_number_of_modules() -> None:
     reached = {
         name: {path.stem for path in tiers.reaching([ROOT / name])}

@@ -352,8 +352,8 @@ FAULTS = (
     Fault(
         "smallest-process-is-ended-for-memory",
         "mindgrpo/workers/forked.py",
-        "self._stop(by_size.pop(), CallFailure(MEMORY, message))",
-        "self._stop(by_size.pop(0), CallFailure(MEMORY, message))",
+        "self._stop(by_size.pop(), failure)",
+        "self._stop(by_size.pop(0), failure)",
         "calls that took little fail for one that took too much",
     ),
     Fault(
