@@ -199,6 +199,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
+ONE_RANK = {
+    f"actor_config.parallel_config.{key}": 1
+    for key in ("data_parallel", "model_parallel", "pipeline_stage")
+}
 
 
 def fields_of(family: str) -> dict[str, Any]:
@@ -220,7 +224,12 @@ def read(family: str, **raw: Any) -> DecoderConfig:
         (
             "qwen2",
             {"actor_config.parallel_config.context_parallel": 2},
-            "actor_config.parallel_config.context_parallel 2",
+            r"2 ranks \(actor_config.parallel_config\)",
+        ),
+        (
+            "qwen2",
+            {"actor_config.parallel_config.data_parallel": 2},
+            r"2 ranks \(actor_config.parallel_config\)",
         ),
     ],
 )
@@ -229,8 +238,8 @@ def test_what_would_be_trained_wrongly_without_compiled_graphs_is_refused(
 ) -> None:
     model = read(family, max_position_embeddings=4096)
     for mode in (0, 1):
-        words = [f"--{key}={value}" for key, value in {**keys, "context.mode": mode}.items()]
-        config = load_config(EXAMPLE, words).config
+        values = {**ONE_RANK, **keys, "context.mode": mode}
+        config = load_config(EXAMPLE, [f"--{key}={value}" for key, value in values.items()]).config
         if told is None or mode == 0:
             check_mode(config, model)
             continue

@@ -89,8 +89,8 @@ class RooflineConfig(Section):
 
 class Context(Section):
     mode: int = Field(0, ge=0, le=1)
-    """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging; what would be
-    trained wrongly so is refused)"""
+    """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging, on one
+    rank; what would be trained wrongly so is refused)"""
     device_target: OptionalText = None
     """device type; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None

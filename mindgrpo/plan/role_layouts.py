@@ -135,15 +135,17 @@ def check_mode(config: Config, model: DecoderConfig) -> None:
     """Raises UserError for what is trained wrongly without compiled graphs.
 
     There MindSpore 2.9 and 2.10 get the gradient of a split wrong where one of its parts is concatenated as it is, and
-    that of a parameter that has none is of another shape.
+    that of a parameter that has none is of another shape. With model_parallel the same ends a run, and sums over
+    data_parallel ranks are others.
     """
     if config.context.mode == 0:
         return
-    num_ranks = config.actor_config.parallel_config.context_parallel
+    layout = config.actor_config.parallel_config
+    num_ranks = layout.replicas * layout.replica_ranks
     wrong = {
         f"models of type {model.model_type}": model.family.qk_norm == "projection"
         or model.latent is not None,
-        f"actor_config.parallel_config.context_parallel {num_ranks}": num_ranks > 1,
+        f"{num_ranks} ranks (actor_config.parallel_config)": num_ranks > 1,
     }
     for what, is_asked in wrong.items():
         if is_asked:
