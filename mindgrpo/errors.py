@@ -135,6 +135,11 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
+def whole_number(text: str) -> int | None:
+    """Returns the number that a word is, from 0 up; None for one of other letters or of more than 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
+
+
 def one_line(text: str) -> str:
     """Turns line breaks into spaces, escapes other control characters, leaves out the middle of long texts."""
     if len(text) > LONGEST_SENTENCE:

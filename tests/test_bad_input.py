@@ -25,7 +25,7 @@ from mindgrpo.data import mindrecord
 from mindgrpo.data.examples import single_turn
 from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.sources import FOR_TRAINING, files_of, open_examples
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.monitor.host_memory import HostMemory
 from mindgrpo.plan.run_plan import plan_run
@@ -61,6 +61,14 @@ def test_a_share_of_the_fuzzer_finds_nothing() -> None:
     told = json.loads(ended.stdout.splitlines()[-1])
     assert (told["cases"], told["failed"]) == (40, 0)
     assert told["refused"] > 20 and len(told["by_kind"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("0", 0), ("08", 8), ("9" * 18, 10**18 - 1), ("9" * 5000, None), ("-1", None), ("2.0", None)],
+)
+def test_a_word_is_a_whole_number_or_none(text: str, number: int | None) -> None:
+    assert whole_number(text) == number
 
 
 def test_whatever_is_quoted_a_sentence_is_one_line_that_can_be_printed() -> None:

@@ -16,7 +16,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, num_product_parts, slow_products
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.targets import SHARED_MEMORY, Target, open_device
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 from mindgrpo.health.processes import STATUS_VARIABLE
 
 # Variables for the number of a process and of all processes, by who sets them.
@@ -95,7 +95,7 @@ def refuse_other_launchers(environment: Mapping[str, str], argv: Sequence[str]) 
         return
     for launcher, (rank, count) in OTHER_LAUNCHERS.items():
         number, total = environment.get(rank, ""), environment.get(count, "")
-        if not (number.isdecimal() and total.isdecimal() and int(total) > 1):
+        if whole_number(number) is None or (whole_number(total) or 0) < 2:
             continue
         program, *arguments = argv or [""]
         words = [*argv] if program.endswith(".py") else ["my_run.py"]

@@ -24,7 +24,7 @@ from mindgrpo.config.load import RUN_KEYS
 from mindgrpo.config.supervised import SFT_KEYS
 from mindgrpo.data.hub_names import hub_name
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, data_files
-from mindgrpo.errors import UserError, counted, error_of, sentences_of
+from mindgrpo.errors import UserError, counted, error_of, sentences_of, whole_number
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.monitor.trackers.contract import check_installed
@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> None:
     own, words = taken(argv, ("--ranks",), ("--quiet",))
     world_size = None
     if (ranks := own.get("--ranks")) is not None:
-        if not ranks.isdecimal() or int(ranks) < 1:
+        world_size = whole_number(ranks)
+        if not world_size:
             raise UserError(
                 f"--ranks is '{ranks}', but must be a whole number from 1 up; write --ranks 8."
             )
-        world_size = int(ranks)
     if wrong := wrong_variables(os.environ):
         raise UserError(f"{wrong[0]}; correct or unset it in the environment.")
     if words[:1] == ["eval"]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config import Config, Loaded, load_config, parse_command_line
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_active_parameters, num_parameters
@@ -63,9 +63,9 @@ def above_zero(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not (number := whole_number(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
+    return number
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mindgrpo.config.names import SECTIONS, aliases, nearest, suggestion
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.section import kinds
 from mindgrpo.config.supervised import is_of_supervised
-from mindgrpo.errors import UserError, error_of
+from mindgrpo.errors import UserError, error_of, whole_number
 
 CONFIG = "--config"
 FLAGS: dict[str, str] = {
@@ -161,12 +161,13 @@ def parse_evaluation(argv: Sequence[str]) -> EvaluationLine:
         words if has_config else [*(f"{CONFIG}={path}" for path in own_config), *words]
     )
     step, *written = own.values()
-    if not step.isdecimal():
+    number = whole_number(step)
+    if number is None:
         raise UserError(
             f"--step is '{step}', but must be a whole number from 0 up; write --step 24."
         )
     output, completions = (Path(name) if name else None for name in written)
-    return EvaluationLine(files, overrides, int(step), output, completions, flags)
+    return EvaluationLine(files, overrides, number, output, completions, flags)
 
 
 def configuration_words(argv: Sequence[str]) -> tuple[list[Path], list[str]]:

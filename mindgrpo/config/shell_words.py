@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from mindgrpo.config.python_values import calculated
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 
 _PART = re.compile(
     r"""(?P<end>[\n;&|]|\#[^\n]*)|(?P<blank>[^\S\n]+)|(?P<joined>\\\n)|'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"
@@ -89,4 +89,5 @@ def _value(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _number(text: str) -> object:
-    return int(text) if text.lstrip("-").isdecimal() else text
+    is_number = whole_number(text.removeprefix("-")) is not None
+    return int(text) if is_number else text

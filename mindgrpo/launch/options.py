@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 
 USAGE = (
     "usage: mindgrpo launch --ranks N [--max_restarts M] [--hosts H --host_index I --master ADDRESS:PORT | "
@@ -272,7 +272,7 @@ def of_slurm(flags: Mapping[str, str], environment: Mapping[str, str]) -> dict[s
         )
     index = _number(environment, NODE_INDEX, range(num_nodes), SRUN)
     ranks = flags.get("--ranks", "")
-    if ranks.isdecimal() and int(ranks) % num_nodes:
+    if (whole_number(ranks) or 0) % num_nodes:
         raise UserError(
             f"--ranks {ranks} cannot be shared by {num_nodes} nodes ({STEP_NODES}), which have equally many: change "
             "--ranks or the number of nodes."

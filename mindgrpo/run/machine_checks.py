@@ -17,7 +17,7 @@ from importlib import metadata
 from typing import Literal
 
 from mindgrpo.backend.targets import BOARD_FOLDERS, device_state
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 from mindgrpo.monitor.host_memory import format_bytes, host_memory
 from mindgrpo.rollout.vllm.environment import (
     INSTALL,
@@ -194,7 +194,7 @@ def _launcher() -> Finding:
 
 
 def _port(asked: str | None) -> Finding:
-    if asked is not None and not (asked.isdecimal() and 1024 <= int(asked) <= 65535):
+    if asked is not None and not 1024 <= (whole_number(asked) or 0) <= 65535:
         what = f"MINDGRPO_PORT={asked} is not a port"
         return Finding("error", what, "set 1024 to 65535 or unset it")
     port = int(asked or 0)

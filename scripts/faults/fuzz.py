@@ -198,8 +198,9 @@ def faults_of(status: int | None, said: str, is_unread: bool) -> list[str]:
     others = [line for line in lines if not line.startswith("mindgrpo: ")]
     if status == 2 and (others or not lines):
         faults.append(f"says {len(lines)} lines, {len(others)} of them no sentence")
-    if status == 2 and len(said) > 2100:
-        faults.append(f"says {len(said)} letters")
+    longest = max(map(len, lines), default=0)
+    if status == 2 and longest > 2100:
+        faults.append(f"says {longest} letters in a line")
     return faults
 
 

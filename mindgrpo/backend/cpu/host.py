@@ -32,7 +32,7 @@ from mindgrpo.backend.cpu.waiting import (
 )
 from mindgrpo.backend.host_memory import address_of
 from mindgrpo.backend.targets import BOARD_FOLDERS, SHARED_MEMORY, check_hosts
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, whole_number
 from mindgrpo.health.processes import is_alive
 from mindgrpo.health.rank_health import RankHealth
 
@@ -53,7 +53,7 @@ def job_name(environment: Mapping[str, str]) -> str:
 def own_rank(environment: Mapping[str, str], world_size: int) -> int:
     """Returns this process's number among the job's ranks. Raises UserError where these are on several hosts."""
     rank = environment.get("RANK_ID", "")
-    if not rank.isdecimal():
+    if whole_number(rank) is None:
         raise UserError(
             f"RANK_ID is '{rank}', but must be this process's number among MS_WORKER_NUM={world_size}; start the ranks "
             "with msrun, which sets both."
