@@ -113,8 +113,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     options = config.option
     if options.shard and tiers.shard_of(collection_path) != options.shard:
         return True
-    is_chosen = tiers.is_quick(collection_path) or collection_path in config.stash[WHOLE_FILES]
-    return True if options.tier == "quick" and not is_chosen else None
+    if options.tier == "all" or collection_path in config.stash[WHOLE_FILES]:
+        return None
+    return None if tiers.is_quick(collection_path) else True
 
 
 def _name(item: pytest.Item) -> str:

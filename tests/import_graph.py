@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Where modules are looked up that are not in the package, as in PYTHONPATH of the tests and of their ranks.
 TEST_FOLDERS = (ROOT / "tests", ROOT / "tests" / "distributed", ROOT / "tests" / "vllm")
+FOR_TYPES = "TYPE_CHECKING"
 ENTRY = ROOT / "mindgrpo" / "__main__.py"
 
 
@@ -24,16 +25,16 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _statements(path: Path, late: bool) -> Iterator[ast.AST]:
-    """Nodes of `path`; those inside functions and of `if TYPE_CHECKING` only with `late`."""
-    waiting: deque[ast.AST] = deque([_parsed(path)])
+    """Statements of `path`; those inside functions and of `if TYPE_CHECKING` only with `late`."""
+    waiting: deque[ast.AST] = deque(_parsed(path).body)
     while waiting:
         node = waiting.popleft()
-        yield node
-        for child in ast.iter_child_nodes(node):
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
-            is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            if late or not (is_function or is_for_types):
-                waiting.append(child)
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_for_types = isinstance(node, ast.If) and FOR_TYPES in ast.dump(node.test)
+        if late or not (is_function or is_for_types):
+            yield node
+            for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+                waiting.extend(getattr(node, name, ()))
 
 
 @cache
@@ -59,16 +60,14 @@ def strings(path: Path) -> frozenset[str]:
     )
 
 
-def _files_of(name: str) -> Iterator[Path]:
+@cache
+def _files_of(name: str) -> tuple[Path, ...]:
     """The module `name`, and the packages that it is in, which Python imports before it."""
     parts = name.split(".")
     folders = (ROOT,) if parts[0] == "mindgrpo" else TEST_FOLDERS
-    for folder in folders:
-        for depth in range(1, len(parts) + 1):
-            base = folder.joinpath(*parts[:depth])
-            yield from (
-                own for own in (base.with_suffix(".py"), base / "__init__.py") if own.is_file()
-            )
+    bases = [folder.joinpath(*parts[: i + 1]) for folder in folders for i in range(len(parts))]
+    named = [own for base in bases for own in (base.with_suffix(".py"), base / "__init__.py")]
+    return tuple(own for own in named if own.is_file())
 
 
 @cache

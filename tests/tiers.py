@@ -197,4 +197,6 @@ def changed_since(revision: str) -> list[Path]:
 
 def reaching(changed: Sequence[Path]) -> frozenset[Path]:
     """Test files whose imports reach one of the `changed` files."""
+    if not changed:
+        return frozenset()
     return frozenset(path for path in test_files() if distance_to(path, changed) < float("inf"))
