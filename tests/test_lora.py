@@ -109,6 +109,12 @@ def test_the_merged_model_computes_what_base_and_adapters_do(
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
+def test_adapters_weigh_alpha_over_rank_as_wherever_they_are_loaded() -> None:
+    assert (
+        LoraSettings(16, 8.0, TARGETS).scale == 0.5 and LoraSettings(3, 6.0, TARGETS).scale == 2.0
+    )
+
+
 def test_fresh_adapters_change_nothing_and_an_update_changes_only_them(backend: CpuBackend) -> None:
     policy = policy_with(backend, TARGETS, random_b=False)
     base = Policy(CONFIG, LAYOUT, backend, SETTINGS)

@@ -46,7 +46,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     ),
     "test_kernel_calls": ("random_shapes",),
     "test_kernels": ("queries=4, kv=2", "norms_gate", "[50]", "rows"),
-    "test_lora": ("[targets0]", "chain_rules"),
+    "test_lora": ("[targets0]", "chain_rules", "alpha_over_rank"),
     "test_loss_cell": ("each_end", "cispo", "as_a_whole", "without_old"),
     "test_main_command": (),
     "test_nested_splits": (),
