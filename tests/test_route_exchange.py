@@ -16,7 +16,7 @@ from ranks_as_threads import ThreadGroup, World
 
 from mindgrpo.algorithm.sample import ExpertRoutes, Sample
 from mindgrpo.models.expert_plan import load_by_expert
-from mindgrpo.models.route_exchange import ReplayedRoutes, on_first_rank
+from mindgrpo.models.route_exchange import ReplayedRoutes, gathered_on_first_rank
 
 RANKS, LAYERS, EXPERTS, SLOTS, SAMPLES = 4, 6, 7, 2, 8
 PROMPT = 5
@@ -135,7 +135,7 @@ def test_the_first_rank_gets_all_of_them_for_files_a_few_at_a_time(most_bytes: i
     parts = whole(np.uint8)
 
     def run(rank: int, group: Any) -> Any:
-        return list(on_first_rank(held_by(rank, parts), group, most_bytes)), group.received
+        return list(gathered_on_first_rank(held_by(rank, parts), group, most_bytes)), group.received
 
     results = on_ranks(run)
     assert len({len(found) for found, _ in results}) == 1

@@ -117,7 +117,7 @@ def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.uint8), *flat])
 
 
-def on_first_rank(
+def gathered_on_first_rank(
     routes: Sequence[Routes], world: Group, most_bytes: int = FEW_BYTES
 ) -> Iterator[np.ndarray]:
     """Yields the routes of each sample as one array on the first rank, without values elsewhere.

@@ -50,10 +50,6 @@ class PhaseSeconds:
         return sum(self.by.values())
 
     @property
-    def share_of_limit(self) -> float:
-        return self.limit / self.seconds if self.seconds else 1.0
-
-    @property
     def idle_share(self) -> float:
         return self.by.get("idle", 0.0) / self.seconds if self.seconds else 0.0
 
@@ -62,10 +58,6 @@ class PhaseSeconds:
         kinds = self.by.keys() | other.by.keys()
         by = {kind: self.by.get(kind, 0.0) + other.by.get(kind, 0.0) for kind in sorted(kinds)}
         return PhaseSeconds(self.phase, by, self.limit + other.limit, self.work + other.work)
-
-    @property
-    def bound_by(self) -> str:
-        return max(self.by, key=lambda kind: self.by[kind]) if self.seconds else ""
 
 
 @dataclass(frozen=True)

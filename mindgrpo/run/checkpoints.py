@@ -35,7 +35,7 @@ from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.health.rank_health import resume_command
-from mindgrpo.models.route_exchange import on_first_rank
+from mindgrpo.models.route_exchange import gathered_on_first_rank
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import compare
@@ -185,7 +185,7 @@ class RunCheckpoints:
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
                     tensors=tensors,
-                    arrays=on_first_rank(routes, self._backend.world),
+                    arrays=gathered_on_first_rank(routes, self._backend.world),
                 )
         except NotWritten as reason:
             self._failed(step, reason)

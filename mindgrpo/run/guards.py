@@ -13,7 +13,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.config import Config
 from mindgrpo.errors import CannotWrite, UserError
 from mindgrpo.grpo.metrics import StepOutcome
-from mindgrpo.models.route_exchange import on_first_rank
+from mindgrpo.models.route_exchange import gathered_on_first_rank
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run import batch_dump as dump
 
@@ -79,7 +79,7 @@ class NanGuard:
                 self._say(f"  warning: the weights are not kept: {failed}")
         kept, rollout = None, outcome.batch.rollout
         if rollout.routes is not None:
-            routes = [(own,) for own in on_first_rank(rollout.routes, self._backend.world)]
+            routes = [(own,) for own in gathered_on_first_rank(rollout.routes, self._backend.world)]
         if self._backend.rank == outcome.skipped[0].rank:
             kept = self._dump(step, outcome, version)
         # What is damaged may be one rank's alone: its batch is the one to look at.
