@@ -90,10 +90,10 @@ def test_another_rope_scaling_is_told() -> None:
 
 
 def test_a_way_to_extend_positions_that_is_not_computed_is_refused(tmp_path: Path) -> None:
-    text = LLAMA.read_text().replace('"LLAMA3"', '"YARN"')
-    (tmp_path / "other.yaml").write_text(text)
-    with pytest.raises(UserError, match="extend_method 'YARN', but only LLAMA3"):
-        read_model_yaml(tmp_path / "other.yaml")
+    for method, told in (('"YARN"', "'YARN'"), ('["LLAMA3"]', r"'\['LLAMA3'\]'")):
+        (tmp_path / "other.yaml").write_text(LLAMA.read_text().replace('"LLAMA3"', method))
+        with pytest.raises(UserError, match=f"extend_method {told}, but only LLAMA3"):
+            read_model_yaml(tmp_path / "other.yaml")
 
 
 QWEN3_MOE = {

@@ -447,19 +447,20 @@ def test_a_value_that_is_nearly_right_is_answered_with_the_right_one(refused: Ch
 
 
 def test_a_sentence_names_the_flag_that_was_typed(
-    configuration: Path, capsys: pytest.CaptureFixture[str]
+    configuration: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    model = str(tmp_path / "nope")
     words = [
         "--config",
         str(configuration),
         "--model",
-        "output/nope",
+        model,
         "--data",
         str(ROOT / "README.md"),
     ]
     assert main(["check", "eval", *words]) == 2
     said = only_sentence(capsys.readouterr().err)
-    assert "'output/nope' does not exist" in said
+    assert f"'{model}' does not exist" in said
     assert "in --model." in said and "actor_config" not in said
     assert main(["score", "--reward", "nope", "--data", str(PROBLEMS)]) == 2
     said = only_sentence(capsys.readouterr().err)

@@ -175,7 +175,7 @@ def _rope_scaling(section: Mapping[str, Any], path: str) -> dict[str, Any]:
     method = section.get("extend_method") or "None"
     if method == "None":
         return {}
-    factors, known = section.get("scaling_factor"), EXTENSIONS.get(method)
+    factors, known = section.get("scaling_factor"), EXTENSIONS.get(str(method))
     if known is None or not isinstance(factors, dict) or set(known[1]) - set(factors):
         computed = " or ".join(
             f"{name} with a scaling_factor of {', '.join(of_it)}"
