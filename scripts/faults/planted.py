@@ -3,10 +3,10 @@
     python scripts/faults/planted.py [--tier quick|all] [--fault NAME ...] [--shard 1/3] [--output table.md]
 
 Each fault of planted_edits.py is an edit of one or two lines that still runs. It is made in a copy of what git tracks
-or would track, a tier's tests run there until the first one fails (`pytest --tier TIER --first FILE -x`, those nearest
-to the changed file first), and the copy goes. The quick tier may miss MISSES of all, the whole suite none: status 1
-where more were missed. `--baseline` runs the tier without a fault before, which has to be green, `--list` names the
-faults, and `--check` says whether each can still be planted. Further arguments go to pytest.
+or would track, a tier's tests run there until the first one fails (`pytest --tier TIER --first FILE -x`, the files
+nearest to the changed one by themselves and then all), and the copy goes. The quick tier may miss MISSES of all, the
+whole suite none: status 1 where more were missed. `--baseline` runs the tier without a fault before, which has to be
+green, `--list` names the faults, and `--check` says whether each can still be planted. Further arguments go to pytest.
 
 How they were chosen: from the package alone, room by room and before a look at the tests, as mistakes that somebody
 makes in an ordinary change: a sign, a bound, an off-by-one, a sum over the wrong group, a mask or a step left out.
@@ -37,9 +37,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from planted_edits import FAULTS, Fault
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import tiers  # noqa: E402
+from import_graph import distance_to  # noqa: E402
+from planted_edits import FAULTS, Fault  # noqa: E402
+
 NATIVE = Path("mindgrpo/backend/kernels/native")
 # How many of all a tier may miss, and the most seconds that it may take for one.
 MISSES = {"quick": 6, "all": 0}
@@ -47,7 +51,9 @@ SECONDS = {"quick": 900, "all": 3 * 3600}
 # In the environment of all that a run starts, with its folder.
 MARK = "MINDGRPO_PLANTED_IN"
 FOUND = re.compile(r"^(?:FAILED|ERROR) (tests/.*?)(?: - .*)?$", re.MULTILINE)
-PASSED, FAILED, STOPPED = 0, 1, 2  # pytest's status; the last is that of -x with workers
+# Pytest's status; STOPPED is that of -x with workers.
+PASSED, FAILED, STOPPED, NO_TESTS = 0, 1, 2, 5
+NEAREST = 6
 
 
 class Outcome(NamedTuple):
@@ -121,30 +127,46 @@ def run(fault: Fault | None, tier: str, timeout: float, more: Sequence[str]) -> 
         seen = [sys.executable, "-c", "import mindgrpo; print(mindgrpo.__file__)"]
         taken = subprocess.check_output(seen, cwd=folder, env=environment, text=True).strip()
         assert Path(taken) == tree / "mindgrpo/__init__.py", f"{taken} is imported, not the copy"
-        command = [sys.executable, "-m", "pytest", "tests", *words, *more]
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=tree,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return True, "time-out"
-        finally:
-            end_all(folder)
-            process.wait()
-        text = log.read_text(encoding="utf-8", errors="replace")
-        if status == PASSED:
-            return False, "nothing"
-        if status in (FAILED, STOPPED) and (first := FOUND.search(text)):
-            return True, first[1]
-        print(text[-2000:], file=sys.stderr)
-        return False, f"nothing: pytest ended with {status}"
+        # Most are caught by the nearest files, without a collection of all.
+        for targets in ([*nearest(fault, tier)] if fault is not None else [], ["tests"]):
+            if not targets:
+                continue
+            command = [sys.executable, "-m", "pytest", *targets, *words, *more]
+            with log.open("wb") as output:
+                process = subprocess.Popen(
+                    command,
+                    cwd=tree,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            try:
+                status = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                return True, "time-out"
+            finally:
+                end_all(folder)
+                process.wait()
+            text = log.read_text(encoding="utf-8", errors="replace")
+            if status in (FAILED, STOPPED) and (first := FOUND.search(text)):
+                return True, first[1]
+            if status not in (PASSED, NO_TESTS):
+                print(text[-2000:], file=sys.stderr)
+                return False, f"nothing: pytest ended with {status}"
+        return False, "nothing"
+
+
+def nearest(fault: Fault, tier: str) -> list[str]:
+    """Returns the NEAREST test files of the tier that import the changed file most directly."""
+    changed = [ROOT / (NATIVE / "library.py" if fault.is_native else fault.file)]
+    reached = [
+        (distance, path)
+        for path in tiers.test_files()
+        if tier == "all" or tiers.is_quick(path)
+        if (distance := distance_to(path, changed)) < float("inf")
+    ]
+    return [str(path.relative_to(ROOT)) for _, path in sorted(reached)[:NEAREST]]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
