@@ -11,8 +11,8 @@ Every fenced `bash`, `console` or `python` block runs, or has the reason why not
 - `cp` and other Python programs run as they are written; one that a page shows gets SHORT appended.
 - What starts with `bash` or `python -m mindgrpo` and stands on several pages runs on the first of them.
 
-A Python block names its file in its first line, and a later command of the page uses the file. YAML blocks are loaded
-over the bundled configuration.
+A Python block names its file in its first line, and a later command of the page uses the file. So does a YAML block
+that is a whole configuration; others are loaded over the bundled one.
 Does not prove that whole runs give the figures of the pages, nor anything of the marked blocks.
 """
 
@@ -60,6 +60,8 @@ PAGES = [
     "docs/zh/configuration.md",
 ]
 RUN_KINDS, OTHER_KINDS = ("bash", "console", "python"), ("yaml", "text", "tree")
+# The first line of a block that is a file.
+NAMED = re.compile(r"# (\w+\.(?:py|yaml))\n")
 SHORT = (
     *("--rl_config.max_steps", "10", "--rl_config.save_ckpt_interval", "10"),
     *("--rl_config.prompts_per_step", "2", "--rl_config.num_generations", "2"),
@@ -106,11 +108,15 @@ def overrides_of(section: dict[str, Any], prefix: str = "--") -> Iterator[str]:
             yield f"{prefix}{key}={json.dumps(value)}"
 
 
-def test_the_configurations_of_all_pages_load(subtests: pytest.Subtests) -> None:
+def test_the_configurations_of_all_pages_load(subtests: pytest.Subtests, tmp_path: Path) -> None:
     for page, block in all_blocks():
         if block.kind == "yaml":
             with subtests.test(page=page, line=block.line):
-                load_config(EXAMPLE, list(overrides_of(yaml.safe_load(block.text))))
+                if named := NAMED.match(block.text):
+                    (tmp_path / named[1]).write_text(block.text, encoding="utf-8")
+                    load_config(tmp_path / named[1])
+                else:
+                    load_config(EXAMPLE, list(overrides_of(yaml.safe_load(block.text))))
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +171,7 @@ def run_help(clone: Clone, program: str, words: list[str]) -> None:
 
 
 def run_command(clone: Clone, command: str, shown: dict[str, bool]) -> None:
-    """Runs one command in its short form; `shown` has the Python files of the page, and whether they were used."""
+    """Runs one command in its short form; `shown` has the files that the page shows, and whether they were used."""
     for file in shown:
         shown[file] |= file in command
     words = shlex.split(command)
@@ -227,10 +233,11 @@ def test_quickstart_starts_each_example_on_each_number_of_ranks_that_it_offers(
 def test_the_commands_of_a_page_run(page: str, clone: Clone, done: set[str]) -> None:
     shown: dict[str, bool] = {}
     for block in blocks_of(page):
-        if block.kind not in RUN_KINDS or block.not_run is not None:
+        named = NAMED.match(block.text)
+        is_file = block.kind == "python" or (block.kind == "yaml" and named)
+        if block.not_run is not None or not (is_file or block.kind in RUN_KINDS):
             continue
-        if block.kind == "python":
-            named = re.match(r"# (\w+\.py)\n", block.text)
+        if is_file:
             assert named, f"{page}:{block.line}: name the file in the first line, or mark the block"
             (clone.folder / named[1]).write_text(block.text, encoding="utf-8")
             shown[named[1]] = False

@@ -1,6 +1,6 @@
-"""The rules of the house, read from the sources: levels, device words, sizes, names, README.
+"""The rules of the house, read from the sources: levels, device words, sizes, names, the tree of folders.
 
-Does not prove that a module does what its docstring says, nor that README's figures are right.
+Does not prove that a module does what its docstring says, nor that the figures of the pages are right.
 """
 
 from __future__ import annotations
@@ -289,27 +289,24 @@ def test_every_module_says_what_it_is() -> None:
     assert [name_of(path) for path in dumb] == []
 
 
-def readme() -> str:
-    return (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-def readme_tree() -> dict[str, str]:
-    """Path and comment of each line of README's tree."""
-    blocks = re.findall(r"^```tree\n(.*?)^```", readme(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1, "README has one block that starts with ```tree"
+def tree() -> dict[str, str]:
+    """Path and comment of each line of the tree in docs/architecture.md."""
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```tree\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 1, "docs/architecture.md has one block that starts with ```tree"
     pairs = [(line.split(maxsplit=1) + [""])[:2] for line in blocks[0].splitlines() if line.strip()]
     return {path: comment for path, comment in pairs}
 
 
-def test_readme_tree_names_only_what_exists_and_says_what_it_is() -> None:
-    for path, comment in readme_tree().items():
-        assert (ROOT / path).exists(), f"README's tree names {path}, which is not there"
+def test_the_tree_names_only_what_exists_and_says_what_it_is() -> None:
+    for path, comment in tree().items():
+        assert (ROOT / path).exists(), f"the tree names {path}, which is not there"
         assert (ROOT / path).is_dir() == path.endswith("/"), f"{path}: folders end with a slash"
-        assert comment.strip(), f"README's tree does not say what {path} is"
+        assert comment.strip(), f"the tree does not say what {path} is"
 
 
-def test_readme_tree_leaves_nothing_out() -> None:
-    named = {path.rstrip("/") for path in readme_tree()}
+def test_the_tree_leaves_nothing_out() -> None:
+    named = {path.rstrip("/") for path in tree()}
     prefixes = named | {path.split("/")[0] for path in named}
     top = {name.split("/")[0] for name in repository_files()}
     assert sorted(top - prefixes) == []
@@ -318,11 +315,15 @@ def test_readme_tree_leaves_nothing_out() -> None:
     assert sorted(paths - named) == []
 
 
-def test_commands_in_readme_exist() -> None:
-    scripts = set(re.findall(r"\b(?:bash|source|python) ((?:scripts|examples)/[\w./-]+)", readme()))
-    assert {"scripts/quickstart.sh", "scripts/run_tests.sh"} <= scripts
+def test_commands_in_readme_and_docs_exist() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    guides = sorted((ROOT / "docs").glob("*.md"))
+    pages = "\n".join([readme, *(path.read_text(encoding="utf-8") for path in guides)])
+    named = re.compile(r"\b(?:bash|source|python) ((?:scripts|examples)/[\w./-]*\w)")
+    scripts = set(named.findall(pages))
+    assert {"scripts/quickstart.sh", "scripts/run_tests.sh"} <= set(named.findall(readme))
     assert [name for name in sorted(scripts) if not (ROOT / name).is_file()] == []
-    verbs = set(re.findall(r"\bpython -m mindgrpo ([a-z]+)", readme()))
+    verbs = set(re.findall(r"\bpython -m mindgrpo ([a-z]+)", pages))
     modules = {verb: PACKAGE / "cli" / f"{MODULES.get(verb, verb)}.py" for verb in USAGE}
     assert sorted(verbs - USAGE.keys()) == []
     assert [verb for verb, module in modules.items() if not module.is_file()] == []

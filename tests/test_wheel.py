@@ -32,7 +32,7 @@ print("rank", os.environ["RANK_ID"], os.path.dirname(mindgrpo.__file__), "mindsp
 """
 
 
-# As README has it.
+# As docs/starting_runs.md has it, for a configuration of one's own.
 MY_MAIN = """
 import sys
 from mindgrpo import GRPOTrainer, load_config
