@@ -18,7 +18,21 @@ from words import WORDS
 CHECK = ("check", "--ranks", "1", "--config", "config.yaml")
 DATA = "--rl_config.dataset_file"
 
-MISSING = (None, float("nan"), "", " ", "nan", "NaN", "None", "null", "NA", [], {}, [None], [""])
+MISSING: tuple[Any, ...] = (
+    None,
+    float("nan"),
+    "",
+    " ",
+    "nan",
+    "NaN",
+    "None",
+    "null",
+    "NA",
+    [],
+    {},
+    [None],
+    [""],
+)
 TURN = {"role": "user", "content": "1 + 1 = ?"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 QUESTIONS = (
