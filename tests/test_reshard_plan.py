@@ -29,7 +29,7 @@ from mindgrpo.parallel.sharding import (
     Split,
 )
 from mindgrpo.weight_sync.plan import Move, Plan, plan_reshard
-from mindgrpo.weight_sync.rounds import Transfer, in_rounds, pair_capacity, transfers
+from mindgrpo.weight_sync.rounds import Transfer, _joined, in_rounds, pair_capacity, transfers
 from mindgrpo.weights.local_weights import Places, Region, arrange
 
 Weights = dict[str, NDArray[np.float32]]
@@ -429,3 +429,17 @@ def test_a_72b_model_on_1024_ranks_can_be_planned() -> None:
         total = sum(move.size for move in mine.keep + mine.receive)
         assert total == sum(box.size for box in plan.target.held_by(rank).values())
         assert sum(move.size for move in mine.receive) * 2 == plan.received_bytes(rank)
+
+
+def test_parts_whose_columns_follow_each_other_move_as_one_only_in_the_same_rows() -> None:
+    def region(rows: slice, columns: slice) -> Region:
+        return Region("w", (rows, columns), (4, 6))
+
+    upper, lower = slice(0, 2), slice(2, 4)
+    left, right = slice(0, 3), slice(3, 6)
+    first, beside, below = region(upper, left), region(upper, right), region(lower, right)
+    assert [*_joined([Transfer(first, first), Transfer(beside, beside)])] == [
+        Transfer(region(upper, slice(0, 6)), region(upper, slice(0, 6)))
+    ]
+    apart = [Transfer(first, first), Transfer(below, below)]
+    assert [*_joined(apart)] == apart
