@@ -37,6 +37,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "golden_trajectory",
     ),
     "test_environments": (),
+    "test_expert_files": (),
     "test_export": ("its_source_bit_for_bit[qwen2]", "[mixtral]", "mesh1-None", "what_was_trained"),
     "test_golden_models": (
         "every_gradient_are_those_of_transformers[highest-qwen2]",
@@ -57,6 +58,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_partial_rollout": (),
     "test_reference_sync": (),
     "test_reshard_plan": (),
+    "test_residency": (),
     "test_resume": ("signals_end_twice", "uses_what_it_is_to_carry"),
     "test_reward_pool": (),
     "test_route_exchange": (),
