@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Where modules are looked up that are not in the package, as in PYTHONPATH of the tests and of their ranks.
 TEST_FOLDERS = (ROOT / "tests", ROOT / "tests" / "distributed", ROOT / "tests" / "vllm")
-FOR_TYPES = "TYPE_CHECKING"
 ENTRY = ROOT / "mindgrpo" / "__main__.py"
 
 
@@ -30,7 +29,7 @@ def _statements(path: Path, late: bool) -> Iterator[ast.AST]:
     while waiting:
         node = waiting.popleft()
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        is_for_types = isinstance(node, ast.If) and FOR_TYPES in ast.dump(node.test)
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if late or not (is_function or is_for_types):
             yield node
             for name in ("body", "handlers", "orelse", "finalbody", "cases"):

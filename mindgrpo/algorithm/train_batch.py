@@ -79,7 +79,9 @@ def compute_advantages(
         # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
-        advantages = _by_sample(rollout, rewards, config, components, greedy, baselines, failed)
+        lengths = np.where(failed, 0, rollout.action_lengths)
+        advantages = _by_sample(lengths, rewards, config, components, greedy, baselines)
+        advantages = np.where(failed, np.float32(0), advantages)
     if config.distillation_coef > 0:
         earned = advantages if token_advantages is None else token_advantages
         token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
@@ -117,21 +119,6 @@ def _without_reward(
 
 
 def _by_sample(
-    rollout: Rollout,
-    rewards: np.ndarray,
-    config: AdvantageConfig,
-    components: Components,
-    greedy: np.ndarray | None,
-    baselines: np.ndarray | None,
-    failed: np.ndarray,
-) -> np.ndarray:
-    """Returns float32 [samples], of the estimators that give a sample one advantage; 0 where it is `failed`."""
-    lengths = np.where(failed, 0, rollout.action_lengths)
-    advantages = _estimate(lengths, rewards, config, components, greedy, baselines)
-    return np.where(failed, np.float32(0), advantages)
-
-
-def _estimate(
     lengths: np.ndarray,
     rewards: np.ndarray,
     config: AdvantageConfig,
@@ -139,7 +126,10 @@ def _estimate(
     greedy: np.ndarray | None,
     baselines: np.ndarray | None,
 ) -> np.ndarray:
-    """Returns float32 [samples]; `lengths` int [samples] are the weights of samples in opo's baseline."""
+    """Returns float32 [samples], of the estimators that give a sample one advantage.
+
+    `lengths` int [samples] are the weights of samples in opo's baseline.
+    """
     count, scale, floor = config.num_generations, config.scale_rewards, config.std_floor
     match config.advantage_estimator:
         case "rloo":

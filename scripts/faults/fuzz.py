@@ -89,7 +89,10 @@ def run_case(number: int, kind: str, draw: random.Random, seeds: Path, place: Pa
     status = waited(pid, started + DEADLINE)
     seconds = time.monotonic() - started
     said = (outside / "err").read_text("utf-8", "replace")
-    faults = [*faults_of(status, said, words[:1] == ["console"]), *left_over(pid)]
+    faults = [
+        *faults_of(status, said, words[:1] + words[2:3] == ["console", "closed"]),
+        *left_over(pid),
+    ]
     expected = {"beside/err", "beside/out"}
     made = files_in(place) - before - expected
     if status == 0:
