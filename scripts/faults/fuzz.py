@@ -282,6 +282,8 @@ def gathered(given: argparse.Namespace, seeds: Path) -> list[dict[str, Any]]:
     )
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     environment["HF_ENDPOINT"] = "http://127.0.0.1:9"  # where nobody answers, and at once
+    # Python's own files beside a user's module are not the program's.
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     lines = seeds.parent / "lines"
     workers = []
     for start in range(given.processes):
