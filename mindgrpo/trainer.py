@@ -1,36 +1,120 @@
-"""Trains by GRPO, or on given answers, the same on every rank; the loop over the steps is in run/training_loop.py.
-
-A step is defined in grpo/step.py: sync, rollout, score, reference, old log-probs, update, one call a phase.
-"""
+"""Defines the public classes: GRPOTrainer and SFTTrainer, which read arguments; run/train.py is what they do."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.backend.rank_consistency import on_first_rank
-from mindgrpo.config import Config, Loaded
-from mindgrpo.data.sources import Ranks
-from mindgrpo.errors import UserError, counted
-from mindgrpo.grpo.build import evaluation_modes, make_roles, make_stepper, make_trained_roles
-from mindgrpo.grpo.evaluation import Evaluator
-from mindgrpo.grpo.metrics import all_metrics
-from mindgrpo.grpo.roles import Roles, TrainedRoles
-from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
-from mindgrpo.grpo.settings import learning_rate_schedule
-from mindgrpo.grpo.supervised import SupervisedStepper, held_out_loss, supervised_metrics
-from mindgrpo.rollout.engine import Capabilities
-from mindgrpo.rollout.environment import environment_weight
-from mindgrpo.rollout.turns import make_conversations, turn_metrics
-from mindgrpo.run.guards import RewardGuard
-from mindgrpo.run.preflight import Inputs, Reward, prepare, prepare_supervised
-from mindgrpo.run.training_loop import TrainingLoop
+from mindgrpo.config import Config, Loaded, config_with
+from mindgrpo.errors import UserError, counted, is_interactive, writing
+from mindgrpo.grpo.scoring import CompletionForm
+from mindgrpo.report.inline import ReportFrame
+from mindgrpo.report.write import FILE_NAME, write_at_end
+from mindgrpo.run.preflight import Reward
+from mindgrpo.run.train import Rewards, TrainingLoop
 from mindgrpo.run.trl_arguments import Rows, refuse, with_arguments
 from mindgrpo.run.trl_config import GRPOConfig
 
 
-class GRPOTrainer(TrainingLoop):
+class Trainer(TrainingLoop):
+    """What users call of both trainers."""
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **others: object) -> Path:
+        """Runs to the end and writes the model; returns the run's folder.
+
+        A run that has ended before its last step continues from its newest checkpoint when this is called again. The
+        weights in memory are given up at the end; those of the model are in the folder.
+        `resume_from_checkpoint` is TRL's, and has to be what the trainer was made with: rl_config.resume_training.
+        `others` are refused, with the key that takes their place. Raises SystemExit after a signal, with a checkpoint
+        of the steps that are done where they were asked for, and in an interactive session, such as a notebook's,
+        KeyboardInterrupt; CannotWrite, a UserError that names the newest checkpoint, where the disk is full.
+        """
+        refuse(f"{type(self).__name__}.train", others)
+        if self._is_over:
+            self._reopen()
+        else:
+            self._check_resumes(resume_from_checkpoint)
+        try:
+            directory = self._train()
+        except BaseException:
+            # Where the process stays, so would they. Elsewhere they end with it, and the other ranks with the launcher.
+            if is_interactive() and not self._is_over and self.run.backend.world_size == 1:
+                self.watch.close()
+                self.stepper.close()
+                self._give_up_memory()
+            raise
+        finally:
+            self._is_over = True
+            self.run.backend.health.end_checks()
+            self.record.console.end_live()
+            # Tells them that the run has failed, unless it was closed.
+            self.record.trackers.ask_to_finish(is_done=False)
+        # The other ranks have ended: none of them waits.
+        self.record.trackers.close(self.run.config.monitor_config.tracker_finish_seconds)
+        return directory
+
+    @property
+    def is_finished(self) -> bool:
+        """Tells whether `train` has run all steps and written the model, so that nothing is left to continue."""
+        return self.state.step >= self.num_steps and self.has_model
+
+    def report(self) -> ReportFrame:
+        """Writes the run's page, with the steps that are done; a notebook shows what is returned. Raises UserError."""
+        directory = self.record.directory
+        if self.run.backend.rank == 0:
+            _, why = write_at_end(directory)
+            if why is not None:
+                raise UserError(why)
+        return ReportFrame(directory / FILE_NAME)
+
+    def _reopen(self) -> None:
+        directory, num_steps = self.record.directory, self.num_steps
+        if self.is_finished:
+            raise UserError(
+                f"train() has run the {counted(num_steps, 'step')} of {directory}; make another trainer, with "
+                f"actor_config.load {self.record.model_directory} to train this model further."
+            )
+        if not self.checkpoints.newest:
+            raise UserError(
+                f"train() has ended after {self.state.step} of {num_steps} steps of {directory} without a "
+                "checkpoint to continue from; make another trainer, with rl_config.save_ckpt_interval to have one."
+            )
+        keys = {"rl_config.resume_training": True, "output_dir": str(directory)}
+        self._open(config_with(self._config, keys))
+
+    def _check_resumes(self, checkpoint: bool | str | None) -> None:
+        if checkpoint and self.run.config.rl_config.resume_training != checkpoint:
+            raise UserError(
+                f"{type(self).__name__}.train gets resume_from_checkpoint={checkpoint!r}, but a trainer loads its "
+                "checkpoint when it is made; set rl_config.resume_training to it, or write "
+                f"args=GRPOConfig(resume_from_checkpoint={checkpoint!r}, ...)."
+            )
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """Copies the model that `train` has written to `output_dir`, as TRL's method of that name; returns the folder.
+
+        Without `output_dir`, it is where `train` wrote it. Only the first rank copies. Raises UserError before
+        `train`, and for a folder that holds something.
+        """
+        written = self.record.model_directory
+        if not self.has_model:
+            raise UserError("save_model copies the model that train writes; call train first.")
+        if output_dir is None:
+            return written
+        target = Path(output_dir)
+        if self.run.backend.rank == 0:
+            if target.exists() and (not target.is_dir() or any(target.iterdir())):
+                raise UserError(
+                    f"save_model: {target} holds something and is not overwritten; name another folder."
+                )
+            with writing(target):
+                shutil.copytree(written, target, dirs_exist_ok=True)
+        return target
+
+
+class GRPOTrainer(Trainer):
     """Trains as `config` says, on every rank that msrun started, or alone.
 
     `reward_functions` (callables, built-in names, module:function or file.py:function) replace
@@ -46,8 +130,6 @@ class GRPOTrainer(TrainingLoop):
     passes: lists of messages for rows whose prompt is one, unless reward_config.completions says otherwise. `others`,
     such as `processing_class`, are refused with the key to use.
     """
-
-    roles: Roles
 
     def __init__(
         self,
@@ -75,9 +157,8 @@ class GRPOTrainer(TrainingLoop):
                 reward_functions = [reward_funcs]
             else:
                 reward_functions = reward_funcs
-        self._rewards = reward_functions, reward_weights
         # Functions that are given by TRL's name get what TRL passes.
-        self._form: CompletionForm = "text" if reward_funcs is None else "as_prompts"
+        form: CompletionForm = "text" if reward_funcs is None else "as_prompts"
         super().__init__(
             with_arguments(
                 config,
@@ -90,79 +171,11 @@ class GRPOTrainer(TrainingLoop):
                 has_rewards=reward_functions is not None,
             ),
             name,
+            Rewards(reward_functions, reward_weights, form),
         )
 
-    def _prepare(self, config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
-        return prepare(config, world_size, *self._rewards, ranks, scores, self._form)
 
-    def _make_roles(self, restored: tuple[str, ...]) -> Roles:
-        run = self.run
-        return make_roles(run.plan, run.backend, run.inputs.sampling, restored=restored)
-
-    def _open(self, config: Config | Loaded) -> None:
-        super()._open(config)
-        run = self.run
-        inputs, backend = run.inputs, run.backend
-        weight = environment_weight(run.config)
-        self.scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight, inputs.form)
-        learning_rate = learning_rate_schedule(run.config, run.num_updates)
-        self.conversations = make_conversations(run.config, inputs.tokenizer, inputs.turns, backend)
-        self.stepper = make_stepper(
-            self.roles,
-            inputs.sampling,
-            run.prompts,
-            self.scorer,
-            learning_rate,
-            run.watch.step_phase,
-            self.conversations,
-            self.session.carried,
-        )
-        self.evaluator = Evaluator(self.stepper.replicas, self.scorer, run.config.rl_config.seed)
-        on_first_rank(backend, inputs.check_rewards)
-        self.reward_guard = RewardGuard(run.config.reward_config.max_failed_steps, run.num_steps)
-
-    def _close_workers(self) -> Capabilities:
-        self.scorer.close()
-        if self.conversations is not None:
-            self.conversations.close()
-        engine = self.roles.engine.capabilities
-        self.roles.engine.close()
-        return engine
-
-    def _step(self, step: int) -> dict[str, Any]:
-        """Runs step number `step`, from 0, and returns its metrics."""
-        run, outcome = self.run, self.stepper.run(step)
-        self.carried = self.stepper.carried
-        run.watch.dump(outcome)
-        owners = run.prompts.owners(outcome.batch.rollout.group_ids)
-        run.record.samples(step + 1, owners, outcome)
-        self.reward_guard.step_done(step + 1, outcome.scored.scores)
-        metrics = all_metrics(outcome, self.roles, run.prompts.position)
-        if run.inputs.turns is not None:
-            metrics |= turn_metrics(outcome.batch.rollout.messages, run.inputs.turns.names)
-        return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
-
-    def _evaluate(self, step: int) -> dict[str, Any]:
-        """Evaluates after `step` steps and returns the metrics; none without held-out prompts."""
-        run, held_out = self.run, self.run.inputs.held_out
-        if held_out is None:
-            return {}
-        run.stopping.check()
-        prompts = held_out[: run.config.rl_config.eval_samples]
-        shown = run.record.console.phase(
-            f"evaluating on {counted(len(prompts), 'held-out prompt')}"
-        )
-        with shown, run.watch.phase("evaluate"):
-            self.roles.refresh_engine()
-            version = self.roles.enter_rollout()
-            modes = evaluation_modes(run.config, run.inputs.sampling)
-            outcomes = self.evaluator.run(prompts, modes, step, version, run.stopping.check)
-        run.stopping.check()
-        self.session.checkpoints.evaluated(step, outcomes[0].means)
-        return run.record.evaluated(step, outcomes)
-
-
-class SFTTrainer(TrainingLoop):
+class SFTTrainer(Trainer):
     """Trains as `config` says, on every rank that msrun started, or alone; `train()` returns the run's folder.
 
     A step is one update by `rl_config.prompts_per_step` rows. `name` names the output folder. `model`, `train_dataset`
@@ -182,36 +195,7 @@ class SFTTrainer(TrainingLoop):
     ) -> None:
         refuse("SFTTrainer", others)
         super().__init__(
-            with_arguments(config, model, train_dataset, eval_dataset, is_supervised=True), name
+            with_arguments(config, model, train_dataset, eval_dataset, is_supervised=True),
+            name,
+            Rewards(),
         )
-
-    def _prepare(self, config: Config, world_size: int, ranks: Ranks, scores: bool) -> Inputs:
-        return prepare_supervised(config, world_size, ranks)
-
-    def _make_roles(self, restored: tuple[str, ...]) -> TrainedRoles:
-        run = self.run
-        return make_trained_roles(run.plan, run.backend, run.inputs.sampling, restored=restored)
-
-    def _open(self, config: Config | Loaded) -> None:
-        super()._open(config)
-        run = self.run
-        learning_rate = learning_rate_schedule(run.config, run.num_updates)
-        self.stepper = SupervisedStepper(
-            self.roles, run.prompts, learning_rate, run.watch.step_phase
-        )
-
-    def _step(self, step: int) -> dict[str, Any]:
-        run, outcome = self.run, self.stepper.run(step)
-        run.watch.dump(outcome)
-        metrics = supervised_metrics(outcome, self.roles, run.prompts.position)
-        return metrics | self.nan_guard.step_done(step, outcome, self.roles.policy.version)
-
-    def _evaluate(self, step: int) -> dict[str, Any]:
-        run, held_out = self.run, self.run.inputs.held_out
-        if held_out is None:
-            return {}
-        run.stopping.check()
-        with run.watch.phase("evaluate"):
-            loss = held_out_loss(self.roles, held_out[: run.config.rl_config.eval_samples])
-        self.session.checkpoints.evaluated(step, {"loss": loss}, lower_is_better=True)
-        return run.record.evaluated_loss(step, loss)

@@ -253,7 +253,15 @@ def test_lengths_and_the_gap_are_those_of_the_tokens_that_the_policy_wrote() -> 
     assert (gap.mean, gap.largest) == pytest.approx((1e-3, 1e-3), rel=0.01)
     scores = Scores({"f": REWARDS}, REWARDS, REWARDS < 0)
     stats = RolloutStats(1, 1, 1, 1)
-    outcome = StepOutcome(given, Scored(scores, []), [], 0.0, {}, stats, [])
+    outcome = StepOutcome(
+        batch=given,
+        scored=Scored(scores, []),
+        reports=[],
+        lr=0.0,
+        seconds={},
+        stats=stats,
+        skipped=[],
+    )
     row = step_metrics(outcome, 3, prompts_used=0)
     counts = [turns.count("P") for turns in TURNS]
     assert row["completion_length/mean"] == pytest.approx(sum(counts) / len(counts))

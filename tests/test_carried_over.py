@@ -19,7 +19,8 @@ from mindgrpo.algorithm.advantages import role_baselines
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import read_manifest
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.step import StepOutcome
+from mindgrpo.grpo.metrics import StepOutcome
+from mindgrpo.grpo.state import State
 
 STEPS, GROUP, GAMMA, SHARE = 4, 4, 0.8, 0.5
 WORDS = (
@@ -52,8 +53,8 @@ def trained(inputs: Path, output: Path, *words: str) -> Steps:
     found: Steps = []
     run = made.stepper.run
 
-    def kept(step: int) -> StepOutcome:
-        outcome = run(step)
+    def kept(state: State) -> StepOutcome:
+        outcome = run(state)
         owners = made.run.prompts.owners(outcome.batch.rollout.group_ids)
         players = [str(owner.columns["player"]) for owner in owners]
         found.append((outcome, [owner.index for owner in owners], players))

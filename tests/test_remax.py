@@ -15,7 +15,8 @@ import pytest
 from small_runs import NUM_ROWS, ONE_GRAPH, completions, make_inputs, model_bits, rows, trainer
 
 from mindgrpo.checkpoint.folders import folder_of
-from mindgrpo.grpo.step import StepOutcome
+from mindgrpo.grpo.metrics import StepOutcome
+from mindgrpo.grpo.state import State
 
 REMAX = (
     *ONE_GRAPH,
@@ -38,8 +39,8 @@ def trained(inputs: Path, output: Path, *words: str) -> list[StepOutcome]:
     outcomes: list[StepOutcome] = []
     run = made.stepper.run
 
-    def kept(step: int) -> StepOutcome:
-        outcomes.append(run(step))
+    def kept(state: State) -> StepOutcome:
+        outcomes.append(run(state))
         return outcomes[-1]
 
     made.stepper.run = kept  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
+from mindgrpo.grpo.inputs import Inputs
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.monitor.metrics import MetricsWriter, read_metrics
@@ -27,7 +28,7 @@ from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.run.guards import RewardGuard
-from mindgrpo.run.preflight import Inputs, prepare
+from mindgrpo.run.preflight import prepare
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.sample import Request, Rollout, Sample
 from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.config import Config
 from mindgrpo.grpo.metrics import Resampling
 from mindgrpo.grpo.scoring import Scored
-from mindgrpo.grpo.step import Stepper, StepSettings
+from mindgrpo.grpo.state import Run
+from mindgrpo.grpo.step import Stepper
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rewards.scores import Report, Scores
 from mindgrpo.rollout.engine import RolloutStats, SeedKey
@@ -105,12 +106,17 @@ def collected(
     rewards: Sequence[Sequence[float]], rounds: int, texts: bool = True, **more: Any
 ) -> tuple[Rollout, Scored, Resampling | None, Task, Engine]:
     engine, task = Engine(), Task(len(rewards[0]) // GROUP, rewards, texts)
-    settings = StepSettings(
-        GROUP, SEED, SAMPLING, AdvantageConfig(GROUP), resampling_rounds=rounds, **more
-    )
-    roles = SimpleNamespace(refresh_engine=lambda: None, enter_rollout=lambda: VERSION)
-    replicas = Replicas(engine, Mesh(1, 1), Alone())  # type: ignore[arg-type]
-    stepper = Stepper(settings, roles, replicas, task, task, lambda update: 0.0)  # type: ignore[arg-type]
+    keys = {"num_generations": GROUP, "seed": SEED, "dynamic_sampling": rounds > 0}
+    keys |= {"dynamic_sampling_rounds": rounds} if rounds else {}
+    config = Config.model_validate({"rl_config": keys | more})
+    backend: Any = Alone()
+    roles: Any = SimpleNamespace(refresh_engine=lambda: None, enter_rollout=lambda: VERSION)
+    prompts: Any = task
+    inputs: Any = SimpleNamespace(sampling=SAMPLING)
+    run = Run(config, backend, inputs, roles, prompts, lambda update: 0.0)
+    replicas = Replicas(engine, Mesh(1, 1), backend)  # type: ignore[arg-type]
+    scorer: Any = task
+    stepper = Stepper(run, replicas, scorer)
     return *stepper.collect(STEP), task, engine
 
 
@@ -157,7 +163,7 @@ def test_a_prompt_is_solved_by_samples_that_passed_not_by_those_whose_reward_fai
     rewards = [1, 1, failed, failed, 1, failed, 1, 0]
     for share, solved in ((1.0, [0]), (0.5, [0, 2, 3])):
         _, scored, _, task, _ = collected(
-            [rewards], 0, no_positive_resampling=share, pass_threshold=0.7
+            [rewards], 0, no_positive_resampling=share, eval_pass_threshold=0.7
         )
         # Failed samples have the mean of their group's others, or of all: enough to pass.
         assert scored.scores.total.tolist() == pytest.approx([1, 1, 0.8, 0.8, 1, 1, 1, 0])

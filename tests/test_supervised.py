@@ -181,7 +181,7 @@ def test_training_that_is_called_again_after_a_stop_is_still_supervised(
 ) -> None:
     """What it draws is a curve of losses."""
     trainer = SFTTrainer(loaded(inputs, inputs / "stopped"))
-    record, stopping = trainer.run.record, trainer.run.stopping
+    record, stopping = trainer.record, trainer.stopping
 
     def stop() -> None:
         if len(rows(record.directory)) == 2:
@@ -190,9 +190,9 @@ def test_training_that_is_called_again_after_a_stop_is_still_supervised(
     monkeypatch.setattr(stopping, "check_time", stop)
     trainer.train()
     trainer.train()
-    assert trainer.run is not None and trainer.run.record is not record
-    assert trainer.run.record._picture.name == record._picture.name == "loss_curve.png"
-    assert len(rows(trainer.run.record.directory)) == STEPS
+    assert trainer.record is not record
+    assert trainer.record._picture.name == record._picture.name == "loss_curve.png"
+    assert len(rows(trainer.record.directory)) == STEPS
 
 
 def test_an_evaluation_of_its_model_says_that_its_configuration_generates_nothing(

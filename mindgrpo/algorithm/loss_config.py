@@ -149,22 +149,35 @@ class LossConfig:
         return self.by_sequence or masks or LOSS_TYPES[self.loss_type].of_samples
 
 
-# Every rl_config.advantage_estimator, and what it divides by where scale_rewards does not say.
+@dataclass(frozen=True)
+class Estimator:
+    """What a value of rl_config.advantage_estimator needs of a step.
+
+    `scales` are the scale_rewards that it is defined with, the first one its paper's. `compares`: it compares the
+    samples of a group, which has to have several. `needs_greedy`: the reward of a greedy completion of each prompt;
+    `needs_baselines`: the moving average of the sample's role; `by_function`: the rewards of each function.
+    """
+
+    scales: tuple[str, ...] = ("none",)
+    compares: bool = True
+    needs_greedy: bool = False
+    needs_baselines: bool = False
+    by_function: bool = False
+
+
 ESTIMATORS = {
-    "grpo": "group",
-    "rloo": "none",
-    "reinforce_plus_plus": "batch",
-    "reinforce_plus_plus_baseline": "batch",
-    "gdpo": "batch",
-    "maxrl": "none",
-    "opo": "none",
-    "pass_at_k": "group",
-    "gpg": "none",
-    "remax": "none",
-    "rae": "none",
+    "grpo": Estimator(("group", "batch", "none")),
+    "rloo": Estimator(),
+    "reinforce_plus_plus": Estimator(("batch",), compares=False),
+    "reinforce_plus_plus_baseline": Estimator(("batch",)),
+    "gdpo": Estimator(("batch",), by_function=True),
+    "maxrl": Estimator(),
+    "opo": Estimator(),
+    "pass_at_k": Estimator(("group", "none")),
+    "gpg": Estimator(),
+    "remax": Estimator(compares=False, needs_greedy=True),
+    "rae": Estimator(compares=False, needs_baselines=True),
 }
-# Those with which scale_rewards is a choice.
-ANY_SCALE = {"grpo": ("group", "batch", "none"), "pass_at_k": ("group", "none")}
 
 REJECTIONS = (
     "rejection_geometric_low",
@@ -201,6 +214,10 @@ class AdvantageConfig:
     by_turn: bool = False
     distillation_coef: float = 0.0
     role_baseline_ema_gamma: float = 0.95
+
+    @property
+    def estimator(self) -> Estimator:
+        return ESTIMATORS[self.advantage_estimator]
 
     @property
     def needs_old(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -258,22 +258,6 @@ class PartialGroup:
             limits = (min(chunk, max_tokens),) * len(fresh)
             requests.append(Request(self.prompt, tuple(fresh), limits))
         return requests
-
-
-@dataclass(frozen=True)
-class CarriedOver:
-    """What a step leaves to the next one, beside weights and its place in the data.
-
-    `unfinished` are groups of partial rollouts, `baselines` those of rae by role, and `solved` the numbers of rows that
-    are not drawn again, in order.
-    """
-
-    unfinished: tuple[PartialGroup, ...] = ()
-    baselines: Mapping[str, float] = field(default_factory=dict)
-    solved: tuple[int, ...] = ()
-
-
-NOTHING_CARRIED = CarriedOver()
 
 
 @dataclass(frozen=True)

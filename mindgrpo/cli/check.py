@@ -25,6 +25,7 @@ from mindgrpo.config.supervised import SFT_KEYS
 from mindgrpo.data.hub_names import hub_name
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, data_files
 from mindgrpo.errors import UserError, counted, error_of, sentences_of, whole_number
+from mindgrpo.grpo.inputs import Inputs
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.monitor.trackers.contract import check_installed
@@ -33,7 +34,6 @@ from mindgrpo.run.host_limits import refuse_what_cannot_run
 from mindgrpo.run.machine_checks import wrong_variables
 from mindgrpo.run.named_sources import with_local_paths
 from mindgrpo.run.preflight import (
-    Inputs,
     engine_notes,
     prepare,
     prepare_supervised,

@@ -15,19 +15,17 @@ from typing import Any
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.backend.targets import check_device, check_hosts
 from mindgrpo.cli.arguments import naming
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
-from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.sources import ALONE, Ranks
-from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError, counted
 from mindgrpo.grpo.build import evaluation_modes, make_engine
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
+from mindgrpo.grpo.inputs import RolloutInputs
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.grpo.settings import runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
@@ -36,12 +34,11 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.role_layouts import check_positions, generating_layout
-from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
-from mindgrpo.rollout.environment import Trial, environment_weight
+from mindgrpo.rollout.environment import environment_weight
 from mindgrpo.rollout.replicas import Replicas
-from mindgrpo.rollout.turns import Turns, make_conversations, read_turns
+from mindgrpo.rollout.turns import make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
 from mindgrpo.run.named_sources import (
     EVALUATED,
@@ -50,7 +47,6 @@ from mindgrpo.run.named_sources import (
     with_paths_of_ranks,
 )
 from mindgrpo.run.preflight import (
-    dry_run_rewards,
     engine_notes,
     held_out_prompts,
     read_model,
@@ -71,26 +67,14 @@ MOST_SLOTS = 256
 VERSION = 0
 
 
-@dataclass(frozen=True)
-class EvaluationInputs:
-    """Holds what an evaluation is given; `scorer` is None where nobody scores."""
+@dataclass(frozen=True, kw_only=True)
+class EvaluationInputs(RolloutInputs):
+    """Holds what an evaluation is given; `num_prompts` of the held-out prompts are answered."""
 
     model: DecoderConfig
     layout: Layout
-    tokenizer: Tokenizer
-    prompts: PromptSet
-    scorer: Scorer | None
-    sampling: SamplingParams
     modes: list[Mode]
     num_prompts: int
-    turns: Turns | None
-    trial: Trial | None
-    form: CompletionForm
-
-    def check_rewards(self) -> None:
-        dry_run_rewards(
-            self.scorer, self.tokenizer, [self.prompts], self.turns, self.trial, self.form
-        )
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
@@ -144,7 +128,17 @@ def read_inputs(
         unless_read.pop_all()
     form: CompletionForm = config.reward_config.completions or "text"
     return EvaluationInputs(
-        model, layout, tokenizer, prompts, scorer, sampling, modes, count, turns, trial, form
+        model=model,
+        layout=layout,
+        tokenizer=tokenizer,
+        held_out=prompts,
+        scorer=scorer,
+        sampling=sampling,
+        modes=modes,
+        num_prompts=count,
+        turns=turns,
+        trial=trial,
+        form=form,
     )
 
 
@@ -220,7 +214,9 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     with console.phase(
         f"evaluating on {counted(inputs.num_prompts, 'prompt')} of {config.rl_config.eval_dataset_file or 'seeds'}"
     ):
-        outcomes = evaluator.run(inputs.prompts[: inputs.num_prompts], inputs.modes, step, VERSION)
+        assert inputs.held_out is not None
+        prompts = inputs.held_out[: inputs.num_prompts]
+        outcomes = evaluator.run(prompts, inputs.modes, step, VERSION)
     engine.close()
     if conversations is not None:
         conversations.close()

@@ -261,7 +261,7 @@ class AlgorithmKeys(Section):
 
     @property
     def reward_scale(self) -> str:
-        return self.scale_rewards or ESTIMATORS[self.advantage_estimator]
+        return self.scale_rewards or ESTIMATORS[self.advantage_estimator].scales[0]
 
     @property
     def correction_cap(self) -> float:

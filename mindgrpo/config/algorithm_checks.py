@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindgrpo.algorithm.loss_config import ANY_SCALE, ESTIMATORS, LOSS_TYPES, LossConfig
+from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES, LossConfig
 from mindgrpo.config.rl import RLConfig
 
 
@@ -36,7 +36,8 @@ def without_rewards(rl: RLConfig) -> Iterator[str]:
             f"rl_config.no_positive_resampling {rl.no_positive_resampling:g} passes over prompts by their rewards, "
             f"{why} there is nothing to go by; leave no_positive_resampling out"
         )
-    if rl.advantage_estimator in ("gdpo", "remax"):
+    known = ESTIMATORS[rl.advantage_estimator]
+    if known.by_function or known.needs_greedy:
         yield (
             f"rl_config.advantage_estimator {rl.advantage_estimator} compares rewards, {why} there are none to "
             "compare; leave advantage_estimator out"
@@ -88,26 +89,25 @@ def _clips(rl: RLConfig) -> Iterator[str]:
 
 
 def _estimator(rl: RLConfig) -> Iterator[str]:
-    estimator, scale = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
-    alone = ("reinforce_plus_plus", "remax", "rae")
-    if rl.num_generations == 1 and estimator not in alone and not rl.distillation_coef:
+    estimator, known = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
+    if rl.num_generations == 1 and known.compares and not rl.distillation_coef:
         yield (
             f"rl_config.advantage_estimator {estimator} compares the samples of a group, but "
             "rl_config.num_generations is 1, so every advantage would be 0; raise num_generations or use "
             "reinforce_plus_plus, remax or rae"
         )
     for name in ("role_column", "role_baseline_ema_gamma"):
-        if getattr(rl, name) is not None and estimator != "rae":
+        if getattr(rl, name) is not None and not known.needs_baselines:
             yield (
                 f"rl_config.{name} is {getattr(rl, name)}, which rl_config.advantage_estimator {estimator} does not "
                 f"use, but rae; leave {name} out or use rae"
             )
-    if estimator == "rae" and rl.kl_in_reward:
+    if known.needs_baselines and rl.kl_in_reward:
         yield (
             "rl_config.kl_in_reward changes the rewards, and rl_config.advantage_estimator rae averages them as they "
             "are; set kl_in_reward to false or use grpo"
         )
-    if estimator == "remax" and rl.environment is not None:
+    if known.needs_greedy and rl.environment is not None:
         yield (
             f"rl_config.advantage_estimator remax draws a greedy completion of a prompt, but rl_config.environment "
             f"{', '.join(rl.environment)} gives each conversation its own; leave the environment out or use grpo"
@@ -118,7 +118,7 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
                 f"rl_config.{name} {does} groups whose rewards are all equal, and a group of "
                 f"rl_config.num_generations 1 always is; raise num_generations or turn {name} off"
             )
-    if estimator == "gdpo":
+    if known.by_function:
         for name, active in (
             ("kl_in_reward", rl.kl_in_reward),
             ("dynamic_sampling", rl.dynamic_sampling),
@@ -129,10 +129,10 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
                     f"rl_config.{name} is about the total reward, and rl_config.advantage_estimator gdpo about each "
                     f"function's; set {name} to false or use grpo"
                 )
-    if rl.reward_scale not in ANY_SCALE.get(estimator, (scale,)):
+    if rl.reward_scale not in known.scales:
         yield (
             f"rl_config.scale_rewards is {rl.scale_rewards}, but rl_config.advantage_estimator "
-            f"{estimator} is defined with {scale}; leave scale_rewards out or use grpo"
+            f"{estimator} is defined with {known.scales[0]}; leave scale_rewards out or use grpo"
         )
 
 

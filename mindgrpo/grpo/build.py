@@ -1,24 +1,18 @@
-"""Builds a run's components from its configuration: roles, policy, engine, evaluator and stepper."""
+"""Builds a run's components from its configuration: roles, policy, engine and modes of evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from collections.abc import Collection
 from dataclasses import replace
 
 from mindgrpo.algorithm.non_finite import in_arrays
-from mindgrpo.algorithm.sample import NOTHING_CARRIED, CarriedOver
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
-from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
-from mindgrpo.grpo.metrics import gap_limit
 from mindgrpo.grpo.roles import Reference, Roles, TrainedRoles
-from mindgrpo.grpo.scoring import RolloutScorer
-from mindgrpo.grpo.settings import advantage_config, loss_config
-from mindgrpo.grpo.step import Phases, Stepper, StepSettings
+from mindgrpo.grpo.settings import loss_config
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -32,12 +26,9 @@ from mindgrpo.plan.invariance import is_batch_invariant
 from mindgrpo.plan.memory import check_engine, phase_needs
 from mindgrpo.plan.micro_shapes import reference_shape, update_shape
 from mindgrpo.plan.run_plan import RunPlan, generator_bytes
-from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
-from mindgrpo.rollout.partial import PartialRollouts, PartialSettings
-from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
 from mindgrpo.training.optimizer import AdamWSettings
@@ -239,58 +230,6 @@ def _check_finite(weights: Weights, directory: str) -> None:
             f"The model in '{directory}' holds a number that is not finite ({bad}), and everything computed "
             "with it would be; restore its safetensors files from their source."
         )
-
-
-def make_stepper(
-    roles: Roles,
-    sampling: SamplingParams,
-    prompts: PromptSource,
-    scorer: RolloutScorer,
-    learning_rate: Callable[[int], float],
-    phases: Phases = nullcontext,
-    conversations: Conversations | None = None,
-    carried: CarriedOver = NOTHING_CARRIED,
-) -> Stepper:
-    """Makes what runs the steps, which continue what earlier ones have `carried` over."""
-    plan, backend = roles.plan, roles.backend
-    rl, ref = plan.config.rl_config, plan.config.ref_config
-    settings = StepSettings(
-        num_generations=rl.num_generations,
-        seed=rl.seed,
-        sampling=sampling,
-        advantages=advantage_config(plan.config),
-        updates_per_rollout=plan.batch.updates_per_rollout,
-        num_iterations=rl.num_iterations,
-        old_logps=rl.enable_oldpolicy,
-        old_are_generators=rl.old_source == "generator",
-        batch_invariant=backend.kernels.batch_invariant,
-        resampling_rounds=rl.resampling_rounds,
-        reference_sync_steps=ref.ref_model_sync_steps if ref.sync_ref_model else None,
-        gap_limit=gap_limit(
-            plan.config,
-            backend.matmul_precision,
-            backend.compute_dtype,
-            backend.kernels.batch_invariant,
-        ),
-        role_column=rl.role_column,
-        no_positive_resampling=rl.no_positive_resampling,
-        pass_threshold=rl.eval_pass_threshold,
-    )
-    replicas = Replicas(roles.engine, plan.infer.mesh, backend, conversations)
-    asked, partial = PartialSettings.of(plan.batch), None
-    if asked is not None:
-        partial = PartialRollouts(asked, prompts, replicas, carried.unfinished)
-    return Stepper(
-        settings,
-        roles,
-        replicas,
-        prompts,
-        scorer,
-        learning_rate,
-        phases,
-        partial,
-        carried.baselines,
-    )
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:

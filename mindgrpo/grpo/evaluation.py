@@ -106,6 +106,23 @@ class Outcome:
         return ({"mode": self.mode.name, **row} for row in rows)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation says of the policy: `means` by reward, of the first mode, or of the loss, and all `metrics`.
+
+    `outcomes` has none of supervised training, whose loss `is_loss`: the lower, the better.
+    """
+
+    means: dict[str, float | None]
+    metrics: dict[str, Metric]
+    outcomes: Sequence[Outcome] = ()
+    is_loss: bool = False
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Evaluation:
+        return cls(outcomes[0].means, evaluation_metrics(outcomes), outcomes)
+
+
 def evaluation_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
     """Returns the metrics of all modes by their names in metrics.jsonl."""
     return {key: value for outcome in outcomes for key, value in outcome.metrics().items()}

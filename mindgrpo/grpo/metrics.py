@@ -51,7 +51,7 @@ class Resampling:
     sampled_mean: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOutcome:
     """`reports` are of the updates that were made; `lr` is the last update's.
 

@@ -7,135 +7,90 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from mindgrpo.algorithm import non_finite
 from mindgrpo.algorithm.advantages import role_baselines, zero_std_groups
-from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.non_finite import NonFinite
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
-from mindgrpo.algorithm.sample import Arrays, CarriedOver, Rollout, TrainBatch
+from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
-from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import agree, digest
-from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.prompts import Prompt
+from mindgrpo.grpo.build import evaluation_modes
+from mindgrpo.grpo.evaluation import Evaluation, Evaluator
 from mindgrpo.grpo.metrics import (
-    GapLimit,
     Resampling,
     SkippedUpdate,
     StepOutcome,
+    all_metrics,
     check_gap,
+    gap_limit,
     logprob_gap,
 )
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
+from mindgrpo.grpo.settings import advantage_config
+from mindgrpo.grpo.state import Run, State
 from mindgrpo.grpo.updates import agree_on_batch, make_updates
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.rewards.scores import Scores, mean_of
-from mindgrpo.rollout.engine import RolloutStats, SeedKey
+from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.rollout.engine import Capabilities, RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
-from mindgrpo.rollout.partial import PartialRollouts
+from mindgrpo.rollout.partial import PartialRollouts, PartialSettings
 from mindgrpo.rollout.replicas import Replicas
+from mindgrpo.rollout.turns import turn_metrics
 from mindgrpo.training.update import UpdateReport
 from mindgrpo.weights.local_weights import Weights
 
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
 
-# Surrounds a phase, of which the name is known.
-Phases = Callable[[str], AbstractContextManager[object]]
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """`old_logps`: the policy's log-probs before a step's first update are kept even if only later ones need them. They
-    are the generator's, not computed again, with `batch_invariant` and without partial rollouts; and with
-    `old_are_generators` in every step.
-
-    `resampling_rounds` is how often groups of equal rewards are replaced, 0 without dynamic sampling. The reference
-    follows the policy every `reference_sync_steps` steps, never if None. `gap_limit` is of the log-prob gap; None: any.
-    `role_column` is the column of rows that names a sample's role for rae; None: all have one. Prompts of which the
-    share `no_positive_resampling` of samples have rewards of `pass_threshold` at least are not drawn again; None: all
-    are.
-    """
-
-    num_generations: int
-    seed: int
-    sampling: SamplingParams
-    advantages: AdvantageConfig
-    updates_per_rollout: int = 1
-    num_iterations: int = 1
-    old_logps: bool = True
-    old_are_generators: bool = False
-    batch_invariant: bool = False
-    resampling_rounds: int = 0
-    reference_sync_steps: int | None = None
-    gap_limit: GapLimit | None = None
-    role_column: str | None = None
-    no_positive_resampling: float | None = None
-    pass_threshold: float = 1.0
-
-    @property
-    def updates_per_step(self) -> int:
-        return self.updates_per_rollout * self.num_iterations
-
 
 class Stepper:
-    """`learning_rate` gives the rate of an update, counted from 0 over the run; `phases` surrounds each phase."""
+    """Runs the steps of `run`, whose samples `replicas` draw and `scorer` scores; `partial` draws partial rollouts."""
 
     def __init__(
         self,
-        settings: StepSettings,
-        roles: Roles,
+        run: Run[Roles],
         replicas: Replicas,
-        prompts: PromptSource,
         scorer: RolloutScorer,
-        learning_rate: Callable[[int], float],
-        phases: Phases = nullcontext,
         partial: PartialRollouts | None = None,
-        baselines: Mapping[str, float] | None = None,
     ) -> None:
-        self.settings, self.roles, self.backend = settings, roles, replicas.backend
-        self.replicas, self._prompts, self._scorer = replicas, prompts, scorer
-        self.partial, self._learning_rate, self._phases = partial, learning_rate, phases
-        self._baselines = baselines or {}
+        self._run, self.config = run, run.config
+        self.backend, self.roles = run.backend, run.roles
+        self.replicas, self.scorer, self.partial = replicas, scorer, partial
+        self._sampling, self._prompts = run.inputs.sampling, run.prompts
+        self._learning_rate, self._phases = run.learning_rate, run.phases
+        self._advantages = advantage_config(run.config)
+        self._baselines: Mapping[str, float] = {}
         self._seconds: dict[str, float] = {}
         # Graphs that were compiled after this session's first step; None before its end.
         self._late_compiles: int | None = None
 
-    @property
-    def carried(self) -> CarriedOver:
-        """Returns what continues in the next step."""
-        unfinished = () if self.partial is None else self.partial.unfinished
-        return CarriedOver(unfinished, self._baselines, tuple(sorted(self._prompts.solved)))
+    def run(self, state: State) -> StepOutcome:
+        """Runs the step after `state`, which is then that of its end; all ranks together, with the same outcome.
 
-    def run(self, step: int) -> StepOutcome:
-        """Runs step number `step`, from 0; all ranks together, with the same outcome. Raises GapTooLarge."""
+        Raises GapTooLarge.
+        """
+        step, rl = state.step, self.config.rl_config
         self._seconds, self.replicas.stats = {}, RolloutStats()
+        self._prompts.position, self._prompts.solved = state.position, set(state.solved)
+        self._baselines = state.baselines
+        if self.partial is not None:
+            self.partial.unfinished = state.unfinished
         started, compiles = time.perf_counter(), len(self.backend.compile_log.entries)
         self.roles.weight_check.begin_step(step)
         rollout, scored, resampling = self.collect(step)
         greedy = self.greedy_rewards(step, rollout)
         packed = PackedRollout(rollout)
-        reference_logps = old_logps = None
-        reference, policy = self.roles.reference, self.roles.policy
-        if reference is not None:
-            reference_logps = self._log_probs(
-                "reference", reference.pipeline, reference.weights, packed
-            )
-        settings = self.settings
-        several = settings.updates_per_step > 1 and settings.old_logps
-        if settings.old_are_generators:
-            old_logps = rollout.generator_logps
-        elif several or settings.advantages.needs_old:
-            old_logps = rollout.generator_logps
-            # Of partial rollouts older weights wrote some tokens.
-            if not settings.batch_invariant or self.partial is not None:
-                old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
+        reference_logps = self._reference_logps(packed)
+        old_logps = self._old_logps(rollout, packed)
         batch, correction, bad = self._train_batch(
             step, rollout, scored, greedy, old_logps, reference_logps
         )
@@ -144,21 +99,58 @@ class Stepper:
         self._seconds["step"] = time.perf_counter() - started
         compiles = len(self.backend.compile_log.entries) - compiles
         self._late_compiles = 0 if self._late_compiles is None else self._late_compiles + compiles
+        self._commit(state)
         return StepOutcome(
-            batch,
-            scored,
-            reports,
-            lr,
-            self._seconds,
-            self.replicas.stats,
-            skipped,
-            resampling,
-            correction,
-            None if self.partial is None else self.partial.metrics,
-            self._late_compiles,
-            greedy,
-            None if settings.no_positive_resampling is None else len(self._prompts.solved),
+            batch=batch,
+            scored=scored,
+            reports=reports,
+            lr=lr,
+            seconds=self._seconds,
+            stats=self.replicas.stats,
+            skipped=skipped,
+            resampling=resampling,
+            correction=correction,
+            partial=None if self.partial is None else self.partial.metrics,
+            late_compiles=self._late_compiles,
+            greedy=greedy,
+            solved=None if rl.no_positive_resampling is None else len(state.solved),
         )
+
+    def _commit(self, state: State) -> None:
+        state.step += 1
+        state.position, state.solved = self._prompts.position, frozenset(self._prompts.solved)
+        state.baselines = self._baselines
+        state.unfinished = () if self.partial is None else self.partial.unfinished
+
+    def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
+        """Returns the step's row without what a run adds to it; all ranks together."""
+        metrics = all_metrics(outcome, self.roles, self._prompts.position)
+        turns = self._run.inputs.turns
+        if turns is not None:
+            metrics |= turn_metrics(outcome.batch.rollout.messages, turns.names)
+        return metrics
+
+    def evaluate(
+        self, prompts: Sequence[Prompt], step: int, check: Callable[[], None]
+    ) -> Evaluation:
+        """Answers held-out prompts after `step` steps and scores the answers; all ranks together.
+
+        Raises what `check` raises, which is called between generating and scoring.
+        """
+        self.roles.refresh_engine()
+        version = self.roles.enter_rollout()
+        modes = evaluation_modes(self.config, self._sampling)
+        evaluator = Evaluator(self.replicas, self.scorer, self.config.rl_config.seed)
+        return Evaluation.of(evaluator.run(prompts, modes, step, version, check))
+
+    def close(self) -> Capabilities:
+        """Ends the processes of rewards, tools, environments and the engine; returns what the engine is."""
+        self.scorer.close()
+        if self.replicas.conversations is not None:
+            self.replicas.conversations.close()
+        engine = self.roles.engine.capabilities
+        self.roles.engine.close()
+        return engine
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -173,15 +165,15 @@ class Stepper:
         With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11) groups whose rewards are all equal
         (advantage 0) are replaced by groups of further prompts; those that are equal after the last round stay.
         """
-        settings = self.settings
+        rl = self.config.rl_config
         if self.partial is not None:
             rollout = self._partial_rollout(step, self.partial)
             return rollout, self._score(rollout), None
         rollout = self._rollout(step, self._prompts.begin_step(step))
         scored = self._score(rollout)
         totals, replaced = [scored.scores.known_totals], 0
-        for number in range(1, settings.resampling_rounds + 1):
-            is_equal = zero_std_groups(scored.scores.total, settings.num_generations)
+        for number in range(1, rl.resampling_rounds + 1):
+            is_equal = zero_std_groups(scored.scores.total, rl.num_generations)
             groups = np.flatnonzero(is_equal).tolist()
             if not groups:
                 break
@@ -193,7 +185,7 @@ class Stepper:
             rollout = rollout.with_groups_of(fresh)
             totals.append(fresh_scored.scores.known_totals)
             replaced += len(groups)
-        if not settings.resampling_rounds:
+        if not rl.resampling_rounds:
             return rollout, scored, None
         mean = mean_of(np.concatenate(totals))
         return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
@@ -203,13 +195,13 @@ class Stepper:
 
         None if none is needed.
         """
-        settings = self.settings
-        if settings.advantages.advantage_estimator != "remax":
+        if not self._advantages.estimator.needs_greedy:
             return None
-        prompts = self._prompts.owners(rollout.group_ids[:: settings.num_generations])
+        groups = rollout.group_ids[:: self.config.rl_config.num_generations]
+        prompts = self._prompts.owners(groups)
         likeliest = self._rollout(step, prompts, greedy=True)
         with self._phase("score"):
-            scores = self._scorer.score(likeliest, prompts).scores
+            scores = self.scorer.score(likeliest, prompts).scores
             return np.where(scores.failed, np.float32(np.nan), scores.total)
 
     def _rollout(
@@ -220,10 +212,8 @@ class Stepper:
         groups: Sequence[int] | None = None,
         greedy: bool = False,
     ) -> Rollout:
-        settings = self.settings
-
         def generate(key: SeedKey, version: int) -> Rollout:
-            count, sampling = settings.num_generations, settings.sampling
+            count, sampling = self.config.rl_config.num_generations, self._sampling
             if greedy:
                 count, sampling = 1, replace(sampling, temperature=0.0)
             return self.replicas.generate(prompts, count, sampling, key, version, first, groups)
@@ -234,7 +224,7 @@ class Stepper:
 
     def _partial_rollout(self, step: int, partial: PartialRollouts) -> Rollout:
         def generate(key: SeedKey, version: int) -> Rollout:
-            return partial.generate(self.settings.sampling, key, version)
+            return partial.generate(self._sampling, key, version)
 
         drawn = {"prompts and unfinished completions": digest(partial.begin_step(step))}
         return self._draw(step, drawn, generate)
@@ -246,7 +236,7 @@ class Stepper:
 
         `drawn` are digests of what has to be the same on every rank. Raises RanksDisagree.
         """
-        seed = self.settings.seed
+        seed = self.config.rl_config.seed
         with self._phase("reshard"), self.backend.computing():
             self.roles.refresh_engine()
         with self._phase("rollout"), self.backend.computing():
@@ -256,19 +246,41 @@ class Stepper:
             return generate(SeedKey(seed, ROLLOUT, step), version)
 
     def _score(self, rollout: Rollout) -> Scored:
-        settings = self.settings
+        rl = self.config.rl_config
         with self._phase("score"):
-            scored = self._scorer.score(rollout, self._prompts.owners(rollout.group_ids))
-        if settings.no_positive_resampling is not None:
+            scored = self.scorer.score(rollout, self._prompts.owners(rollout.group_ids))
+        if rl.no_positive_resampling is not None:
             # What a reward failed on has the mean of others, but earned nothing.
-            passed = (scored.scores.total >= settings.pass_threshold) & ~scored.scores.failed
-            rates = passed.reshape(-1, settings.num_generations).mean(1)
-            of_groups = rollout.group_ids[:: settings.num_generations]
-            are_solved = (rates >= settings.no_positive_resampling).tolist()
+            passed = (scored.scores.total >= rl.eval_pass_threshold) & ~scored.scores.failed
+            rates = passed.reshape(-1, rl.num_generations).mean(1)
+            of_groups = rollout.group_ids[:: rl.num_generations]
+            are_solved = (rates >= rl.no_positive_resampling).tolist()
             self._prompts.solve(
                 [g for g, is_solved in zip(of_groups, are_solved, strict=True) if is_solved]
             )
         return scored
+
+    def _reference_logps(self, packed: PackedRollout) -> Arrays | None:
+        reference = self.roles.reference
+        if reference is None:
+            return None
+        return self._log_probs("reference", reference.pipeline, reference.weights, packed)
+
+    def _old_logps(self, rollout: Rollout, packed: PackedRollout) -> Arrays | None:
+        """Returns the policy's log-probs before the step's first update, where they are needed.
+
+        With batch-invariant kernels the generator's are the same, but for tokens that older weights wrote.
+        """
+        rl = self.config.rl_config
+        if rl.old_source == "generator":
+            return rollout.generator_logps
+        several = self._run.inputs.plan.batch.updates_per_step > 1 and rl.enable_oldpolicy
+        if not several and not self._advantages.needs_old:
+            return None
+        if self.backend.kernels.batch_invariant and self.partial is None:
+            return rollout.generator_logps
+        policy = self.roles.policy
+        return self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
 
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
@@ -293,16 +305,14 @@ class Stepper:
         rewards, correction = scored.scores.total, None
         bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
         if bad is None:
-            config = self.settings.advantages
-            decoupled = config.advantage_estimator == "gdpo"
             batch, correction = compute_advantages(
                 rollout,
                 rewards,
-                config,
+                self._advantages,
                 old_logps,
                 reference_logps,
                 scored.turn_rewards,
-                scored.scores.components if decoupled else (),
+                scored.scores.components,
                 greedy,
                 self._role_baselines(rollout, scored.scores),
                 scored.scores.failed,
@@ -314,9 +324,9 @@ class Stepper:
         return batch, correction, agree_on_batch(self.backend, batch, rewards, bad, step)
 
     def _role_baselines(self, rollout: Rollout, scores: Scores) -> np.ndarray | None:
-        """Returns float64 [samples] of `role_baselines`, once a step; None where the advantages are not rae's."""
-        config, column = self.settings.advantages, self.settings.role_column
-        if config.advantage_estimator != "rae":
+        """Returns float64 [samples] of `role_baselines`, once a step; None where the estimator needs none."""
+        config, column = self._advantages, self.config.rl_config.role_column
+        if not config.estimator.needs_baselines:
             return None
         roles = [""] * len(rollout)
         if column is not None:
@@ -332,9 +342,9 @@ class Stepper:
         self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
         """Makes the step's updates (`make_updates`). Raises GapTooLarge before the weights have changed."""
-        settings = self.settings
-        shares = np.array_split(np.arange(len(batch)), settings.updates_per_rollout)
-        first = step * settings.updates_per_step
+        plan = self._run.inputs.plan.batch
+        shares = np.array_split(np.arange(len(batch)), plan.updates_per_rollout)
+        first = step * plan.updates_per_step
 
         def check(report: UpdateReport) -> None:
             self._check_gap(batch, report)
@@ -345,7 +355,7 @@ class Stepper:
                 self.roles.policy,
                 batch,
                 packed,
-                shares * settings.num_iterations,
+                shares * self.config.rl_config.num_iterations,
                 lambda index: self._learning_rate(first + index),
                 bad,
                 check,
@@ -356,11 +366,29 @@ class Stepper:
         drawn = None if self.partial is None else self.partial.metrics
         # Of tokens that older weights wrote the difference is what the policy has learnt since.
         gap = logprob_gap(batch, [first], None if drawn is None else drawn.version)
-        if gap is not None and self.settings.gap_limit is not None:
-            check_gap(gap, self.settings.gap_limit)
+        backend = self.backend
+        limit = gap_limit(
+            self.config,
+            backend.matmul_precision,
+            backend.compute_dtype,
+            backend.kernels.batch_invariant,
+        )
+        if gap is not None and limit is not None:
+            check_gap(gap, limit)
 
     def _sync_reference(self, step: int) -> None:
-        every = self.settings.reference_sync_steps
-        if every is not None and (step + 1) % every == 0:
+        ref = self.config.ref_config
+        if ref.sync_ref_model and (step + 1) % ref.ref_model_sync_steps == 0:
             with self._phase("sync_reference"):
                 self.roles.sync_reference()
+
+
+def make_stepper(
+    run: Run[Roles], scorer: RolloutScorer, conversations: Conversations | None = None
+) -> Stepper:
+    """Makes what runs the steps, with whole or partial rollouts as the configuration says."""
+    plan = run.inputs.plan
+    replicas = Replicas(run.roles.engine, plan.infer.mesh, run.backend, conversations)
+    settings = PartialSettings.of(plan.batch)
+    partial = None if settings is None else PartialRollouts(settings, run.prompts, replicas)
+    return Stepper(run, replicas, scorer, partial)

@@ -14,13 +14,13 @@ import numpy as np
 
 from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.sample import Rollout, TrainBatch
-from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.supervised import as_sample
+from mindgrpo.grpo.evaluation import Evaluation
 from mindgrpo.grpo.metrics import StepOutcome, margin_metrics, resources
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.grpo.scoring import Scored
-from mindgrpo.grpo.step import Phases
+from mindgrpo.grpo.state import Run, State
 from mindgrpo.grpo.updates import agree_on_batch, make_updates
 from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.rewards.scores import Scores
@@ -37,24 +37,19 @@ def rows_as_rollout(rows: Sequence[Prompt]) -> Rollout:
 
 
 class SupervisedStepper:
-    """`learning_rate` gives the rate of a step, counted from 0 over the run; `phases` surrounds each phase."""
+    """Runs the steps of `run`: each is one update by the next rows."""
 
-    def __init__(
-        self,
-        roles: TrainedRoles,
-        rows: PromptSource,
-        learning_rate: Callable[[int], float],
-        phases: Phases,
-    ) -> None:
-        self._roles, self._rows = roles, rows
-        self._learning_rate, self._phases = learning_rate, phases
+    def __init__(self, run: Run[TrainedRoles]) -> None:
+        self._roles, self._rows = run.roles, run.prompts
+        self._learning_rate, self._phases = run.learning_rate, run.phases
         # Graphs that were compiled after this session's first step; None before its end.
         self._late_compiles: int | None = None
 
-    def run(self, step: int) -> StepOutcome:
-        """Runs step number `step`, from 0; all ranks together, with the same outcome."""
-        backend, policy = self._roles.backend, self._roles.policy
+    def run(self, state: State) -> StepOutcome:
+        """Runs the step after `state`, which is then that of its end; all ranks together, with the same outcome."""
+        backend, policy, step = self._roles.backend, self._roles.policy, state.step
         started, compiles = time.perf_counter(), len(backend.compile_log.entries)
+        self._rows.position = state.position
         rollout = rows_as_rollout(self._rows.begin_step(step))
         ones, count = np.ones(len(rollout), np.float32), len(rollout)
         batch = TrainBatch(rollout, ones)
@@ -73,17 +68,29 @@ class SupervisedStepper:
         ended = time.perf_counter()
         compiles = len(backend.compile_log.entries) - compiles
         self._late_compiles = 0 if self._late_compiles is None else self._late_compiles + compiles
-        scores = Scores({}, ones, np.zeros(count, bool))
+        state.step, state.position = step + 1, self._rows.position
         return StepOutcome(
-            batch,
-            Scored(scores, []),
-            reports,
-            lr,
-            {"update": ended - updating, "step": ended - started},
-            RolloutStats(),
-            skipped,
+            batch=batch,
+            scored=Scored(Scores({}, ones, np.zeros(count, bool)), []),
+            reports=reports,
+            lr=lr,
+            seconds={"update": ended - updating, "step": ended - started},
+            stats=RolloutStats(),
+            skipped=skipped,
             late_compiles=self._late_compiles,
         )
+
+    def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
+        """Returns the step's row without what a run adds to it; all ranks together."""
+        return supervised_metrics(outcome, self._roles, self._rows.position)
+
+    def evaluate(self, rows: Sequence[Prompt], step: int, check: Callable[[], None]) -> Evaluation:
+        """Computes the loss of held-out rows; all ranks together."""
+        loss = held_out_loss(self._roles, rows)
+        return Evaluation({"loss": loss}, {"eval/loss": loss}, is_loss=True)
+
+    def close(self) -> None:
+        """Ends nothing: no process works for the run."""
 
 
 def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from mindgrpo.run.named_sources import with_names
 
 if TYPE_CHECKING:  # `mindgrpo plan` needs neither
     from mindgrpo.backend.contract import Backend
+    from mindgrpo.grpo.inputs import Inputs
     from mindgrpo.plan.run_plan import RunPlan
-    from mindgrpo.run.preflight import Inputs
 
 # Ratios of whole samples stay much nearer to 1 than tokens'; the paper clips at 3e-4 and 4e-4.
 WIDE_FOR_SEQUENCES = 0.1

@@ -1,8 +1,7 @@
-"""Saves a run's state and resumes from it: what is saved, when, which checkpoints stay, and what fills the roles again.
+"""Saves a run's state: what is saved, when, and which checkpoints stay; resume.py reads it.
 
 All ranks make the same calls. A checkpoint is complete only once its step's row is written, so it is begun before and
-committed after. One that cannot be written ends no run: that is reported and counted, and the earlier one stays. One
-that turns out damaged is passed over for the one before, unless the user named it.
+committed after. One that cannot be written ends no run: that is reported and counted, and the earlier one stays.
 """
 
 from __future__ import annotations
@@ -10,17 +9,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mindgrpo.algorithm.sample import CarriedOver
-from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint import folders
-from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
+from mindgrpo.checkpoint.folders import check_seen, to_delete
 from mindgrpo.checkpoint.format import (
     Best,
-    DamagedCheckpoint,
     Identity,
     Manifest,
     RunState,
@@ -28,24 +24,24 @@ from mindgrpo.checkpoint.format import (
     StoredShapes,
     stored_groups,
 )
-from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.routes import check_routes, tensors_of
-from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
+from mindgrpo.checkpoint.routes import tensors_of
+from mindgrpo.checkpoint.save import NotWritten, Saver
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
+from mindgrpo.grpo.evaluation import Evaluation
 from mindgrpo.grpo.roles import TrainedRoles
+from mindgrpo.grpo.state import State
 from mindgrpo.health.rank_health import resume_command
 from mindgrpo.models.route_exchange import gathered_on_first_rank
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
-from mindgrpo.run.start import compare
-from mindgrpo.weights.local_weights import Weights
+from mindgrpo.run.resume import saved_roles
 
 Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class RunCheckpoints:
-    """Saves one run; `first` is the state that it continues from, None at its beginning."""
+    """Saves one run, which begins or continues with `state`."""
 
     def __init__(
         self,
@@ -53,7 +49,7 @@ class RunCheckpoints:
         roles: TrainedRoles,
         record: RunRecord,
         identity: Identity,
-        first: RunState | None,
+        state: State,
         phase: Phase,
     ) -> None:
         self._phase = phase
@@ -62,10 +58,11 @@ class RunCheckpoints:
         self._backend = roles.backend
         self._saved = saved_roles(config, roles)
         self._saver = Saver(record.directory, self._backend)
+        self._state = state
         # A run that continues in another folder has none of the earlier one's.
-        self._newest = first.step if first is not None and self._is_there(first.step) else 0
-        best = first.best if first is not None else None
-        self._best = best if best is not None and self._is_there(best.step) else None
+        self._newest = state.step if state.step and self._is_there(state.step) else 0
+        if state.best is not None and not self._is_there(state.best.step):
+            state.best = None
         self._better: Best | None = None
         self._errors = 0
         self.enabled = self._rl.saves_checkpoints
@@ -80,13 +77,14 @@ class RunCheckpoints:
     @property
     def best(self) -> dict[str, Any] | None:
         """Returns the reward, score, step and path of the best checkpoint on disk; None where there is none."""
-        if self._best is None:
+        best = self._state.best
+        if best is None:
             return None
-        path = folders.folder_of(self._record.directory, self._best.step)
+        path = folders.folder_of(self._record.directory, best.step)
         return {
-            "reward": self._best.reward or self._rl.save_ckpt_best,
-            "score": self._best.score,
-            "step": self._best.step,
+            "reward": best.reward or self._rl.save_ckpt_best,
+            "score": best.score,
+            "step": best.step,
             "path": str(path),
         }
 
@@ -98,14 +96,12 @@ class RunCheckpoints:
             return f"train(), or rl_config.resume_training true and output_dir {directory}"
         return resume_command(sys.argv, sys.orig_argv, os.environ, directory)
 
-    def evaluated(
-        self, step: int, means: Mapping[str, float | None], lower_is_better: bool = False
-    ) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Makes a checkpoint of `step` due if its score is better than that of the best on disk.
 
         Raises UserError for a reward that there is not.
         """
-        name = self._rl.save_ckpt_best
+        name, means = self._rl.save_ckpt_best, evaluation.means
         if name is None:
             return
         # Only then is it known which one is the best on disk.
@@ -120,43 +116,34 @@ class RunCheckpoints:
             )
         score = means[name]
         self._better = None
-        sign, best = -1.0 if lower_is_better else 1.0, self._best
+        sign, best = -1.0 if evaluation.is_loss else 1.0, self._state.best
         if step and score is not None and (best is None or sign * (score - best.score) > 0):
             self._better = Best(step=step, score=score, reward=name)
         if step == self._newest:
-            self._best = self._best_with(step)
+            self._state.best = self._best_with(step)
 
     def is_due(self, step: int, num_steps: int) -> bool:
         interval = self._rl.save_ckpt_interval
-        if self._best_with(step) is not self._best:
+        if self._best_with(step) is not self._state.best:
             return True
         return bool(interval) and (step % (interval or 1) == 0 or step == num_steps)
 
-    def begin(
-        self,
-        step: int,
-        prompts: int,
-        carried: CarriedOver,
-        row: dict[str, Any] | None = None,
-        in_background: bool = True,
-    ) -> dict[str, Any]:
-        """Saves the state at the end of `step`, all but its name; returns metrics for the step's row.
-
-        `prompts` had been taken by then, and the step has `carried` over the rest; `row` has the metrics of a step
-        whose evaluation is still to be made.
-        """
+    def begin(self, state: State, in_background: bool = True) -> dict[str, Any]:
+        """Saves a step's state, all but its name; returns metrics for its row."""
         self.commit()
-        started = time.perf_counter()
-        state = RunState(
+        started, step, row = time.perf_counter(), state.step, state.open_row
+        stored = RunState(
             step=step,
-            prompts=prompts,
+            prompts=state.position,
             updates=self._roles.policy.updates,
             weights_version=self._roles.policy.version,
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
-            unfinished=stored_groups(carried.unfinished),
-            baselines=dict(carried.baselines),
-            solved=list(carried.solved),
+            unfinished=stored_groups(state.unfinished),
+            baselines=dict(state.baselines),
+            solved=sorted(state.solved),
+            evaluations=list(state.evaluations),
+            first_step_seconds=state.first_step_seconds,
             shapes={
                 phase: StoredShapes(in_use=list(choice.in_use), excess=choice.excess)
                 for phase, choice in self._roles.shape_choices.items()
@@ -164,15 +151,15 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
-        tensors = tensors_of(state.unfinished)
-        routes = [carried.unfinished[group].samples[i].routes for group, i in tensors]
+        tensors = tensors_of(stored.unfinished)
+        routes = [state.unfinished[group].samples[i].routes for group, i in tensors]
         plan = self._roles.plan
         lora = plan.lora and StoredAdapters(
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
         )
         described: dict[str, Any] = {
             "layout": f"train {plan.train.mesh}",
-            "state": state,
+            "state": stored,
             "identity": self._identity,
             "lora": lora,
         }
@@ -181,7 +168,7 @@ class RunCheckpoints:
                 figures["checkpoint/bytes"] = self._saver.begin(
                     step,
                     self._saved,
-                    lambda stored: Manifest.model_validate(described | stored),
+                    lambda files: Manifest.model_validate(described | files),
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
                     tensors=tensors,
@@ -216,7 +203,7 @@ class RunCheckpoints:
             self._failed(step, reason)
             return
         self._newest = step
-        self._best = self._best_with(step)
+        self._state.best = self._best_with(step)
         self._record.console.line(f"  checkpoint: {folder}")
         self._backend.health.report_checkpoint(folder, self.resume_command)
         if self._backend.rank == 0:
@@ -246,7 +233,7 @@ class RunCheckpoints:
     def _best_with(self, step: int) -> Best | None:
         """Returns the best checkpoint once that of `step` is on disk."""
         better = self._better
-        return better if better is not None and better.step == step else self._best
+        return better if better is not None and better.step == step else self._state.best
 
     def _is_there(self, step: int) -> bool:
         is_there = folders.folder_of(self._record.directory, step).is_dir()
@@ -255,7 +242,7 @@ class RunCheckpoints:
 
     def _delete_old(self) -> None:
         run = self._record.directory
-        best = self._best.step if self._best is not None else None
+        best = self._state.best.step if self._state.best is not None else None
         for step in to_delete(folders.steps_in(run), self._rl.save_max_ckpt_num, best):
             try:
                 folders.delete(run, step)
@@ -270,78 +257,3 @@ class RunCheckpoints:
         self._record.console.line(
             f"  warning: the checkpoint of step {step} was not written: {reason}; {kept}"
         )
-
-
-def saved_roles(config: Config, roles: TrainedRoles) -> dict[str, Weights]:
-    """Returns all weights that a run changes, by the name that they have in a checkpoint."""
-    policy = roles.policy
-    trained = "policy" if policy.adapters is None else "adapters"
-    saved = {
-        trained: policy.masters,
-        "first_moments": policy.optimizer.first,
-        "second_moments": policy.optimizer.second,
-    }
-    if config.ref_config.sync_ref_model and roles.reference is not None:
-        saved["reference"] = roles.reference.weights
-    return saved
-
-
-def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
-    """Digests the weights that the run only reads, which must still be on the device; all ranks together."""
-    digests = {}
-    if roles.policy.adapters is not None:
-        digests["base"] = values_digest(roles.policy.weights, roles.backend)
-    if roles.reference is not None and not config.ref_config.sync_ref_model:
-        digests["reference"] = values_digest(roles.reference.weights, roles.backend)
-    return digests
-
-
-def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
-    """Returns the roles that a checkpoint fills, so that their first weights need not be read."""
-    if start is None or not start.candidates:
-        return ()
-    whole = () if config.actor_config.lora.rank is not None else ("policy",)
-    return (*whole, "reference") if config.ref_config.sync_ref_model else whole
-
-
-def restore(
-    start: Start, config: Config, roles: TrainedRoles, now: Identity, say: Callable[[str], None]
-) -> Candidate | None:
-    """Fills the roles from the newest undamaged candidate; None where there is no candidate. Raises UserError."""
-    if not start.candidates:
-        return None
-    saved = saved_roles(config, roles)
-    reasons: list[str] = []
-    for candidate in start.candidates:
-        compare(candidate, config, now)
-        reason = _load(candidate, saved, roles.backend)
-        if reason is None:
-            state = candidate.manifest.state
-            roles.policy.updates, roles.policy.version = state.updates, state.weights_version
-            roles.policy.masters_changed()
-            return candidate
-        if start.only:
-            raise UserError(reason)
-        reasons.append(reason)
-        say(f"  passed over: {reason}")
-    raise UserError(f"No checkpoint in {start.source} is whole; the newest: {reasons[0]}")
-
-
-def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) -> str | None:
-    """Loads a checkpoint or returns why it cannot be used, on all ranks alike. Raises UserError for another run's."""
-    folder, manifest = candidate.folder, candidate.manifest
-    check_tensors(folder, manifest, saved)
-    error = None
-    try:
-        check_routes(folder, manifest)
-        for role, weights in saved.items():
-            load_role(folder, manifest, role, weights)
-    except DamagedCheckpoint as damaged:
-        error = str(damaged)
-    error = next((message for message in backend.world.gather_objects(error) if message), None)
-    if error is not None:
-        return error
-    for role, weights in saved.items():
-        if values_digest(weights, backend) != manifest.sums.get(role):
-            return f"{folder} does not hold the values of {role} that were saved; use an earlier checkpoint."
-    return None

@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.config.algorithm_checks import without_rewards
@@ -32,7 +31,8 @@ from mindgrpo.data.sources import (
 from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError, error_of
-from mindgrpo.grpo.scoring import CompletionForm, message_columns, reward_columns
+from mindgrpo.grpo.inputs import Inputs
+from mindgrpo.grpo.scoring import CompletionForm
 from mindgrpo.grpo.settings import sampling_settings
 from mindgrpo.memory.residency import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
@@ -61,81 +61,12 @@ MESSAGES_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Holds what a run works on; `held_out` is None without an evaluation data set, `scorer` where nobody scores.
-
-    `notes` are for the user.
-    """
-
-    plan: RunPlan
-    tokenizer: Tokenizer
-    prompts: PromptSet
-    held_out: PromptSet | None
-    scorer: Scorer | None
-    sampling: SamplingParams
-    notes: tuple[str, ...] = ()
-    turns: Turns | None = None
-    trial: Trial | None = None
-    form: CompletionForm = "text"
-
-    def check_rewards(self) -> None:
-        sets = [self.prompts] if self.held_out is None else [self.prompts, self.held_out]
-        dry_run_rewards(self.scorer, self.tokenizer, sets, self.turns, self.trial, self.form)
-
-    @property
-    def first_prompt(self) -> str:
-        """Returns what the policy gets to read first."""
-        return self.prompts[0].text if self.trial is None else self.trial.text
-
-    def prompt_lines(self) -> list[str]:
-        """Returns the first prompt, whole, as Python shows its lines: with spaces and line ends."""
-        return [repr(line) for line in self.first_prompt.splitlines(keepends=True)]
-
-    def data_lines(self) -> list[str]:
-        """Says how many rows were kept, dropped and cut, and how long prompts are."""
-        if self.trial is None:
-            lines = [self.prompts.report()]
-            return lines + ([f"held out: {self.held_out.report()}"] if self.held_out else [])
-        limit, count = self.prompts.form.max_prompt_length, self.trial.num_tokens
-        opened = f"reset returns {count} of at most {limit} tokens for the first one"
-        lines = [f"{self.prompts.kept}; {opened}"]
-        return lines + ([f"held out: {self.held_out.kept}"] if self.held_out else [])
-
-
 def try_environment(turns: Turns | None, prompts: PromptSet, ranks: Ranks) -> Trial | None:
     """Has one rank try the environment, if there is one. Raises UserError, on all ranks."""
     if not isinstance(turns, EnvironmentForm):
         return None
     trial: Trial = ranks.by_one(lambda: turns.check(prompts))
     return trial
-
-
-def dry_run_rewards(
-    scorer: Scorer | None,
-    tokenizer: Tokenizer,
-    sets: Sequence[PromptSet],
-    turns: Turns | None,
-    trial: Trial | None,
-    form: CompletionForm,
-) -> None:
-    """Puts the gold answers of two prompts of the first set through every reward, once imported. Raises UserError."""
-    if scorer is None:
-        return
-    two = (sets[0][:2] * 2)[:2]
-    answers = [prompt.answer for prompt in two]
-    ids = [tokenizer.encode(answer) for answer in answers]
-    begun = [prompt.text if trial is None else trial.text for prompt in two]
-    conversations: list[Messages] = [()] * len(two)
-    if turns is not None:
-        turn, *answered = ({"role": "assistant"},) if trial is None else trial.messages
-        conversations = [({**turn, "content": answer}, *answered) for answer in answers]
-    lengths, reasons = [len(own) for own in ids], ["stop"] * len(two)
-    columns = reward_columns(two, begun, ids, lengths, reasons, conversations)
-    unanswered = next((prompts.unanswered for prompts in sets if prompts.unanswered), "")
-    openings = [() if trial is None else trial.opening] * len(two)
-    messages = message_columns(form, two, begun, answers, conversations, openings)
-    scorer.dry_run(answers, answers, columns, unanswered, messages)
 
 
 def prepare(
@@ -262,7 +193,14 @@ def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = AL
         held_out = read("rl_config.eval_dataset_file", rl.eval_dataset_file, choice)
     sampling = sampling_settings(config, tokenizer)
     notes = tuple(dtype_notices(config))
-    return Inputs(plan, tokenizer, training, held_out, None, sampling, notes)
+    return Inputs(
+        plan=plan,
+        tokenizer=tokenizer,
+        prompts=training,
+        held_out=held_out,
+        sampling=sampling,
+        notes=notes,
+    )
 
 
 def _read_model(
@@ -326,7 +264,17 @@ def _read(
         *engine_notes(config),
         *turn_notes(config, trial),
     )
-    return Inputs(plan, tokenizer, prompts, held_out, scorer, sampling, notes, turns, trial)
+    return Inputs(
+        plan=plan,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        scorer=scorer,
+        sampling=sampling,
+        notes=notes,
+        turns=turns,
+        trial=trial,
+    )
 
 
 def engine_notes(config: Config) -> list[str]:

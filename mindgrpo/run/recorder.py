@@ -20,12 +20,14 @@ import mindgrpo
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Candidate, Start
-from mindgrpo.checkpoint.format import RunState, version_runs
+from mindgrpo.checkpoint.format import version_runs
 from mindgrpo.config import Loaded, write_resolved
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, counted, writing
-from mindgrpo.grpo.evaluation import PREFIXES, Metric, Outcome, evaluation_metrics
+from mindgrpo.grpo.evaluation import PREFIXES, Evaluation, Metric
+from mindgrpo.grpo.inputs import Inputs
 from mindgrpo.grpo.metrics import StepOutcome, token_rows
+from mindgrpo.grpo.state import State
 from mindgrpo.monitor.console import Console, number
 from mindgrpo.monitor.curve import CurveProcess
 from mindgrpo.monitor.metrics import MetricsWriter, append_rows
@@ -37,7 +39,6 @@ from mindgrpo.rollout.engine import Capabilities
 from mindgrpo.run.banner import run_sections
 from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 from mindgrpo.run.named_sources import with_names
-from mindgrpo.run.preflight import Inputs
 from mindgrpo.run.start import OutputPaths, continue_files, label_of, make_output_paths
 
 
@@ -58,9 +59,7 @@ class RunRecord:
         self._is_writer = backend.rank == 0
         self._failed: CannotWrite | None = None
         self.console = Console(self._is_writer)
-        self._earlier = RunState(step=0, prompts=0, updates=0, weights_version=0)
-        self._evaluations: list[dict[str, float | None]] = []
-        self._first_step_seconds: float | None = None
+        self._state = State()
         self.trackers = Trackers((), {}, self.console.line)
         # All are made now: a folder that cannot be written is better reported before a run than after it.
         self._paths: OutputPaths = on_first_rank(backend, lambda: self._make_paths(name))
@@ -83,12 +82,12 @@ class RunRecord:
         """Returns this run's name in folders that it shares with others."""
         return label_of(self.directory)
 
-    def begin(self, chosen: Candidate | None, is_complete: bool = False) -> None:
-        """Opens the files, as they were at the end of the step of the `chosen` checkpoint. Raises CannotWrite."""
-        if chosen is not None:
-            self._earlier = chosen.manifest.state
-            self._evaluations = list(self._earlier.evaluations)
-            self._first_step_seconds = self._earlier.first_step_seconds
+    def begin(self, state: State, chosen: Candidate | None, is_complete: bool = False) -> None:
+        """Opens the files, as they were at the end of the step of the `chosen` checkpoint, whose state is `state`.
+
+        Raises CannotWrite.
+        """
+        self._state = state
         on_first_rank(self._backend, lambda: self._open_files(chosen, is_complete))
 
     def _open_files(self, chosen: Candidate | None, is_complete: bool) -> None:
@@ -99,7 +98,7 @@ class RunRecord:
         with writing(resolved):
             named = replace(self._loaded, config=with_names(self._loaded.config))
             write_resolved(named, resolved)
-        say, done = self.console.line, self._earlier.step
+        say, done = self.console.line, self._state.step
         self._metrics = MetricsWriter(self.directory, board, queue_size, done, say)
         self._picture = self.directory / (
             "loss_curve.png" if self._loaded.is_supervised else "reward_curve.png"
@@ -134,10 +133,8 @@ class RunRecord:
     def history(self) -> dict[str, Any]:
         """Returns this record's part of a RunState, as it is now."""
         return {
-            "evaluations": list(self._evaluations),
-            "seconds": self._earlier.seconds + time.time() - self._launched,
-            "first_step_seconds": self._first_step_seconds,
-            "compiles": self._earlier.compiles + len(self._backend.compile_log.entries),
+            "seconds": self._state.seconds + time.time() - self._launched,
+            "compiles": self._state.compiles + len(self._backend.compile_log.entries),
             "places": self._paths.outside,
         }
 
@@ -151,11 +148,9 @@ class RunRecord:
 
     def step(self, step: int, num_steps: int, metrics: Mapping[str, Any]) -> None:
         """Writes and prints the step's metrics; `step` counts from 1."""
-        if self._first_step_seconds is None:
-            self._first_step_seconds = time.time() - self._launched
-            self.console.line(
-                f"  from launch to the end of the first step: {self._first_step_seconds:.1f} s"
-            )
+        if self._state.first_step_seconds is None:
+            seconds = self._state.first_step_seconds = time.time() - self._launched
+            self.console.line(f"  from launch to the end of the first step: {seconds:.1f} s")
         if not self._is_writer:
             return
         with self._recording():
@@ -164,31 +159,24 @@ class RunRecord:
         if self._loaded.config.rl_config.performance_stats:
             times = [f"{k[5:]} {v:.2f}" for k, v in metrics.items() if k.startswith("time/")]
             self.console.line("  seconds: " + "  ".join(times))
-        self._curve.draw_sometimes(next(iter(self._evaluations), {}))
+        self._curve.draw_sometimes(next(iter(self._state.evaluations), {}))
         self.trackers.check()
 
-    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, Metric]:
-        """Keeps an evaluation, the first mode's means for the summary; returns its metrics."""
-        self._evaluations.append(outcomes[0].means)
-        for outcome in outcomes:
+    def evaluated(self, step: int, evaluation: Evaluation) -> dict[str, Metric]:
+        """Keeps an evaluation, its means for the summary; returns its metrics."""
+        self._state.evaluations.append(evaluation.means)
+        if evaluation.is_loss:
+            self.console.line(f"  held-out loss after step {step}: {evaluation.means['loss']:.4f}")
+            return evaluation.metrics
+        for outcome in evaluation.outcomes:
             self.rewards(f"evaluation after step {step}", outcome.scored.scores)
             prefix = f"{PREFIXES[outcome.mode.name]}/"
             self.console.means_line(outcome.mode.title, outcome.metrics(), prefix)
         if self._is_writer:
             keeps = self._loaded.config.rl_config.save_eval_completions
             with self._recording():
-                write_evaluation(self.directory, step, outcomes, keeps)
-        return evaluation_metrics(outcomes)
-
-    def evaluated_loss(self, step: int, loss: float) -> dict[str, Metric]:
-        """Keeps the held-out loss of supervised training; returns its metrics."""
-        self._evaluations.append({"loss": loss})
-        self.console.line(f"  held-out loss after step {step}: {loss:.4f}")
-        return {"eval/loss": loss}
-
-    def not_evaluated(self) -> None:
-        """Notes that there is nothing to compare later evaluations with."""
-        self._evaluations.append({})
+                write_evaluation(self.directory, step, evaluation.outcomes, keeps)
+        return evaluation.metrics
 
     def rewards(self, when: str, scores: Scores) -> None:
         """Prints a line for each reward that failed on a sample; what rewards printed goes to a file."""
@@ -244,13 +232,16 @@ class RunRecord:
         if not self._is_writer:
             return
         self._metrics.close()
-        before, after = [*self._evaluations, {}][0], [{}, *self._evaluations][-1]
+        evaluations = self._state.evaluations
+        before, after = [*evaluations, {}][0], [{}, *evaluations][-1]
         history, monitor = self.history(), self._loaded.config.monitor_config
         actor = self._loaded.config.actor_config
         replicas = actor.parallel_config.replicas * actor.parallel_config.context_parallel
         summary: dict[str, Any] = {
             "steps": num_steps,
-            **{key: history[key] for key in ("seconds", "first_step_seconds", "compiles")},
+            "seconds": history["seconds"],
+            "first_step_seconds": self._state.first_step_seconds,
+            "compiles": history["compiles"],
             "eval_before": before,
             "eval_after": after,
             **({} if engine is None else {"engine": engine.name}),
@@ -272,21 +263,21 @@ class RunRecord:
         with self._recording(), writing(path):
             path.write_text(json.dumps(summary, indent=2) + "\n")
         self.trackers.ask_to_finish()
-        if num_steps and (failed := self._curve.draw_last(next(iter(self._evaluations), {}))):
+        if num_steps and (failed := self._curve.draw_last(next(iter(self._state.evaluations), {}))):
             self.console.line(f"  warning: {failed}")
         page, failed = write_at_end(self.directory) if monitor.report else (None, None)
         if failed:
             self.console.line(f"  warning: {failed}")
         if ended is None:
             graphs = f"{counted(summary['compiles'], 'graph')} compiled a rank"
-            evaluations = self.directory / "evaluations.jsonl"
+            rows = self.directory / "evaluations.jsonl"
             best_lines = []
             if best:
                 scored = f"step {best['step']}, {best['reward']} {number(best['score'])}"
                 best_lines = [scored, best["path"]]
             sections = {
                 "seconds": [f"{summary['seconds']:.0f}, {graphs}"],
-                "held out": before_and_after(evaluations) if evaluations.exists() else [],
+                "held out": before_and_after(rows) if rows.exists() else [],
                 "best": best_lines,
                 "model": [str(self.model_directory)],
                 "curve": [str(self._picture)],

@@ -23,11 +23,11 @@ from mindgrpo.checkpoint.format import Identity, StoredTokenizer
 from mindgrpo.config import Config, Loaded, values_by_key
 from mindgrpo.config.supervised import is_supervised
 from mindgrpo.errors import UserError, counted, error_of
+from mindgrpo.grpo.inputs import Inputs
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor import run_directory
 from mindgrpo.monitor.run_directory import ROOT
 from mindgrpo.run.named_sources import with_names
-from mindgrpo.run.preflight import Inputs
 
 SOURCES = (".py", ".c", ".h")
 DATE_KEY, INVARIANT_KEY = "rl_config.chat_template_date", "context.batch_invariant"

@@ -22,6 +22,8 @@ import launching
 import numpy as np
 from work import Work
 
+from mindgrpo.grpo.state import State
+
 # What MindSpore takes from the system at once, and the flag of madvise(2) that keeps it a mapping of its own.
 BLOCK_BYTES, NO_HUGE_PAGES, FLAG = 1 << 30, 15, "nh"
 
@@ -138,8 +140,9 @@ def measure(work: Work, recompute: Any, given: argparse.Namespace) -> None:
     policy.accumulate = measured(policy.accumulate, seen, "update")
     forward = reference.pipeline
     forward.log_probs = measured(forward.log_probs, seen, "reference")
-    for number in range(2):
-        stepper.run(number)
+    state = State()
+    for _ in range(2):
+        stepper.run(state)
     planned = activation_bytes(plan)
     if backend.rank == 0:
         launching.give_figures(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from work import Work, random_rewards
@@ -23,10 +23,12 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.grpo.build import make_roles, make_stepper
-from mindgrpo.grpo.roles import Roles
+from mindgrpo.grpo.build import make_roles
+from mindgrpo.grpo.inputs import Inputs
+from mindgrpo.grpo.roles import Roles, TrainedRoles
 from mindgrpo.grpo.scoring import Scored
-from mindgrpo.grpo.step import Stepper
+from mindgrpo.grpo.state import Run
+from mindgrpo.grpo.step import Stepper, make_stepper
 from mindgrpo.models.decoder_config import (
     DecoderConfig,
     decoder_config,
@@ -37,6 +39,7 @@ from mindgrpo.rewards.scores import Scores
 
 BETA = 0.01
 MICRO_BATCH_TOKENS = 2304
+RolesT = TypeVar("RolesT", bound=TrainedRoles)
 AXES = ("data_parallel", "model_parallel", "pipeline_stage")
 
 
@@ -173,4 +176,10 @@ class RandomTask:
 
 def stepper_of(roles: Roles, work: Work, lr: float = 1e-6) -> Stepper:
     task: Any = RandomTask(work)
-    return make_stepper(roles, sampling_of(roles.plan), task, task, lambda update: lr)
+    return make_stepper(run_of(roles, task, sampling_of(roles.plan), lr), task)
+
+
+def run_of(roles: RolesT, task: Any, sampling: SamplingParams, lr: float) -> Run[RolesT]:
+    """What a stepper reads of a run whose prompts are those of `task`."""
+    plan, inputs = roles.plan, SimpleNamespace(plan=roles.plan, sampling=sampling, turns=None)
+    return Run(plan.config, roles.backend, cast("Inputs", inputs), roles, task, lambda update: lr)

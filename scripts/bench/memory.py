@@ -21,6 +21,8 @@ from typing import Any
 import launching
 from work import read_work
 
+from mindgrpo.grpo.state import State
+
 FIELDS = ("Rss", "Pss")
 
 
@@ -83,12 +85,13 @@ def measure(given: argparse.Namespace) -> None:
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
     roles = assembly.roles_of(plan, backend)
     stepper = assembly.stepper_of(roles, work)
-    stepper.run(0)  # compiles
+    state = State()
+    stepper.run(state)  # compiles
     watch = Watch(pids, lambda: roles.residency.phase)
     if backend.rank == 0:
         watch.start()
-    for number in range(1, given.steps + 1):
-        stepper.run(number)
+    for _ in range(given.steps):
+        stepper.run(state)
         time.sleep(0.2)  # so that the update's end is read too
         backend.world.barrier()
     by_role = {name: role.num_bytes for name, role in roles.residency.roles.items()}

@@ -24,10 +24,10 @@ from mindgrpo.algorithm.sample import STOPPED, Request, Rollout, Sample
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.data.prompts import Prompt
-from mindgrpo.grpo.build import make_stepper
 from mindgrpo.grpo.metrics import StepOutcome
 from mindgrpo.grpo.scoring import Scored
-from mindgrpo.grpo.step import Stepper
+from mindgrpo.grpo.state import State
+from mindgrpo.grpo.step import Stepper, make_stepper
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import RolloutEngine, SeedKey
 
@@ -111,7 +111,7 @@ def stepper(work: Work, given: argparse.Namespace, backend: Backend, is_partial:
     task: Any = Task(work)
     sampling = assembly.sampling_of(plan)
     roles = assembly.roles_of(plan, backend)
-    made = make_stepper(roles, sampling, task, task, lambda update: 1e-6)
+    made = make_stepper(assembly.run_of(roles, task, sampling, 1e-6), task)
     made.replicas.engine = ForcedLengths(roles.engine, work, given)
     return made
 
@@ -139,9 +139,10 @@ def measure(given: argparse.Namespace) -> None:
         return
     both = {name: stepper(work, given, backend, name == "partial") for name in ("whole", "partial")}
     outcomes: dict[str, list[StepOutcome]] = {name: [] for name in both}
-    for step in range(WARM_UP + given.steps):
+    states = {name: State() for name in both}
+    for _ in range(WARM_UP + given.steps):
         for name, one in both.items():
-            outcomes[name].append(one.run(step))
+            outcomes[name].append(one.run(states[name]))
     found = {name: figures(own[WARM_UP:]) for name, own in outcomes.items()}
     ages = [o.partial.age_max for o in outcomes["partial"][WARM_UP:] if o.partial is not None]
     whole, partial = found["whole"], found["partial"]

@@ -10,7 +10,6 @@ import argparse
 import json
 import statistics
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from work import Work, answered_rows, read_work
 
 from mindgrpo.config import config_with
 from mindgrpo.grpo.build import make_trained_roles
+from mindgrpo.grpo.state import State
 from mindgrpo.grpo.supervised import SupervisedStepper
 from mindgrpo.plan.run_plan import plan_run
 
@@ -54,8 +54,9 @@ def measure(work: Work, given: argparse.Namespace) -> dict[str, Any]:
     plan = replace(plan_run(config, assembly.model_of(work), 1), generates=False)
     roles = make_trained_roles(plan, backend, assembly.sampling_of(plan), random_weights=True)
     rows: Any = RandomRows(work, given.rows, given.rows_a_step)
-    stepper = SupervisedStepper(roles, rows, lambda _: 1e-6, lambda _: nullcontext())
-    outcomes = [stepper.run(number) for number in range(given.steps + UNTIMED)]
+    run = assembly.run_of(roles, rows, assembly.sampling_of(plan), 1e-6)
+    stepper, state = SupervisedStepper(run), State()
+    outcomes = [stepper.run(state) for _ in range(given.steps + UNTIMED)]
     seconds = [outcome.seconds["step"] for outcome in outcomes]
     timed = outcomes[UNTIMED:]
     return {

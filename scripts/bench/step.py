@@ -17,6 +17,8 @@ from typing import Any
 import launching
 from work import Work, read_work, refuse
 
+from mindgrpo.grpo.state import State
+
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -48,9 +50,10 @@ def measure(given: argparse.Namespace, work: Work) -> None:
     config = assembly.configuration(work, given.train, given.infer, rows, dtype=given.compute_dtype)
     plan = assembly.plan_of(config, assembly.model_of(work), backend.world_size)
     stepper = assembly.stepper_of(assembly.roles_of(plan, backend), work)
-    first = stepper.run(0)
+    state = State()
+    first = stepper.run(state)
     compiles = len(backend.compile_log.entries)
-    outcomes = [stepper.run(number) for number in range(1, given.steps + 1)]
+    outcomes = [stepper.run(state) for _ in range(given.steps)]
     late = len(backend.compile_log.entries) - compiles
     own = [outcome.seconds for outcome in outcomes]
     by_rank = backend.world.gather_objects(own)

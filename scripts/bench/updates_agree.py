@@ -222,11 +222,14 @@ def stepped(roles: Any, work: Work, lr: float = 1e-6) -> tuple[dict[str, Any], d
     """Two steps: numbers and arrays that all ranks have alike, and the gradients' parts of this rank."""
     import assembly
 
+    from mindgrpo.grpo.state import State
+
     stepper = assembly.stepper_of(roles, work, lr)
     gradients = Gradients(roles.policy)
-    outcome = stepper.run(0)
+    state = State()
+    outcome = stepper.run(state)
     reports, parts = outcome.reports, dict(gradients.parts)
-    tokens = [sample.tokens for sample in stepper.run(1).batch.rollout.samples]
+    tokens = [sample.tokens for sample in stepper.run(state).batch.rollout.samples]
     alike = {
         "logps": np.concatenate([reports[-1].logps[i] for i in range(work.samples)]),
         "loss": [report.loss for report in reports],

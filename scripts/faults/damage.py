@@ -19,6 +19,7 @@ import numpy as np
 from mindgrpo.algorithm import losses
 from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
+from mindgrpo.grpo.state import State
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.training.policy import Policy
 from mindgrpo.weight_sync.execute import Traffic
@@ -37,9 +38,9 @@ class Clock:
         run = Stepper.run
 
         @functools.wraps(run)
-        def counted(stepper: Stepper, number: int, *rest: Any, **named: Any) -> Any:
-            cls.step = number + 1
-            return run(stepper, number, *rest, **named)
+        def counted(stepper: Stepper, state: State) -> Any:
+            cls.step = state.step + 1
+            return run(stepper, state)
 
         put(Stepper, "run", counted)
 

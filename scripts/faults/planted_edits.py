@@ -302,23 +302,23 @@ FAULTS = (
     ),
     Fault(
         "second-moment-is-not-saved",
-        "mindgrpo/run/checkpoints.py",
+        "mindgrpo/run/resume.py",
         '"second_moments": policy.optimizer.second,',
         '"second_moments": policy.optimizer.first,',
         "a resumed run continues with second moments of 0",
     ),
     Fault(
         "resumed-run-counts-updates-from-0",
-        "mindgrpo/run/checkpoints.py",
+        "mindgrpo/run/resume.py",
         "roles.policy.updates, roles.policy.version = state.updates, state.weights_version",
         "roles.policy.version = state.weights_version",
         "a resumed run corrects its moments as if they were new",
     ),
     Fault(
         "resumed-run-begins-its-data-again",
-        "mindgrpo/run/session.py",
-        "self.done, self.open_row, prompts.position = state.step, state.open_row, state.prompts",
-        "self.done, self.open_row = state.step, state.open_row",
+        "mindgrpo/run/resume.py",
+        "position=stored.prompts,",
+        "position=0,",
         "prompts from before the checkpoint are drawn again, those behind it later or never",
     ),
     Fault(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases as c
@@ -45,8 +46,10 @@ from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
+from mindgrpo.config import Config
 from mindgrpo.grpo.metrics import token_rows
-from mindgrpo.grpo.step import Stepper, StepSettings
+from mindgrpo.grpo.state import Run as WholeRun
+from mindgrpo.grpo.step import Stepper
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import TARGETS, LoraSettings, fill_adapters
@@ -126,13 +129,11 @@ class Run:
 
     def _stepper(self) -> Stepper:
         """Of which only the collecting is used: this run is what it takes for its roles."""
-        settings = StepSettings(
-            num_generations=c.NUM_GENERATIONS,
-            seed=SEED,
-            sampling=self.generator.sampling,
-            advantages=self.advantages,
-            resampling_rounds=self.recipe.resampling_rounds,
-        )
+        keys: dict[str, Any] = {"num_generations": c.NUM_GENERATIONS, "seed": SEED}
+        keys["advantage_estimator"] = self.advantages.advantage_estimator
+        if rounds := self.recipe.resampling_rounds:
+            keys |= {"dynamic_sampling": True, "dynamic_sampling_rounds": rounds}
+        config = Config.model_validate({"rl_config": keys})
         task: Any = Task(has_hits=self.recipe.equal_groups)
         rollouts = None
         if self.recipe.partial_chunk:
@@ -140,9 +141,9 @@ class Run:
             asked = PartialSettings(limits, c.NUM_PROMPTS, c.NUM_GENERATIONS)
             rollouts = PartialRollouts(asked, task, self.replicas)
         roles: Any = self
-        return Stepper(
-            settings, roles, self.replicas, task, task, lambda update: 0.0, partial=rollouts
-        )
+        inputs: Any = SimpleNamespace(sampling=self.generator.sampling)
+        run = WholeRun(config, self.backend, inputs, roles, task, lambda update: 0.0)
+        return Stepper(run, self.replicas, task, rollouts)
 
     def _policy(self) -> Policy:
         settings = UpdateSettings(

@@ -1,0 +1,90 @@
+"""Holds what a run or an evaluation is given, read and checked without a device: data, tokenizer, rewards, environment.
+
+run/preflight.py reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mindgrpo.algorithm.sample import Messages
+from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.data.prompts import PromptSet
+from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.grpo.scoring import CompletionForm, message_columns, reward_columns
+from mindgrpo.plan.run_plan import RunPlan
+from mindgrpo.rewards.score import Scorer
+from mindgrpo.rollout.environment import Trial
+from mindgrpo.rollout.turns import Turns
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutInputs:
+    """Holds what completions are drawn and scored with; `scorer` is None where nobody scores.
+
+    `held_out` is None without an evaluation data set. `turns` are the tools or environments of conversations, `trial`
+    the environment's first one, and `form` is what users' reward functions get.
+    """
+
+    tokenizer: Tokenizer
+    held_out: PromptSet | None
+    sampling: SamplingParams
+    scorer: Scorer | None = None
+    turns: Turns | None = None
+    trial: Trial | None = None
+    form: CompletionForm = "text"
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        return [] if self.held_out is None else [self.held_out]
+
+    def check_rewards(self) -> None:
+        """Puts the gold answers of two prompts of the first set through every reward. Raises UserError."""
+        if self.scorer is None:
+            return
+        two, trial = (self.sets[0][:2] * 2)[:2], self.trial
+        answers = [prompt.answer for prompt in two]
+        ids = [self.tokenizer.encode(answer) for answer in answers]
+        begun = [prompt.text if trial is None else trial.text for prompt in two]
+        conversations: list[Messages] = [()] * len(two)
+        if self.turns is not None:
+            turn, *answered = ({"role": "assistant"},) if trial is None else trial.messages
+            conversations = [({**turn, "content": answer}, *answered) for answer in answers]
+        lengths, reasons = [len(own) for own in ids], ["stop"] * len(two)
+        columns = reward_columns(two, begun, ids, lengths, reasons, conversations)
+        unanswered = next((prompts.unanswered for prompts in self.sets if prompts.unanswered), "")
+        openings = [() if trial is None else trial.opening] * len(two)
+        messages = message_columns(self.form, two, begun, answers, conversations, openings)
+        self.scorer.dry_run(answers, answers, columns, unanswered, messages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(RolloutInputs):
+    """Holds what a run works on; `notes` are for the user."""
+
+    plan: RunPlan
+    prompts: PromptSet
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def sets(self) -> list[PromptSet]:
+        return [self.prompts, *super().sets]
+
+    @property
+    def first_prompt(self) -> str:
+        """Returns what the policy gets to read first."""
+        return self.prompts[0].text if self.trial is None else self.trial.text
+
+    def prompt_lines(self) -> list[str]:
+        """Returns the first prompt, whole, as Python shows its lines: with spaces and line ends."""
+        return [repr(line) for line in self.first_prompt.splitlines(keepends=True)]
+
+    def data_lines(self) -> list[str]:
+        """Says how many rows were kept, dropped and cut, and how long prompts are."""
+        if self.trial is None:
+            lines = [self.prompts.report()]
+            return lines + ([f"held out: {self.held_out.report()}"] if self.held_out else [])
+        limit, count = self.prompts.form.max_prompt_length, self.trial.num_tokens
+        opened = f"reset returns {count} of at most {limit} tokens for the first one"
+        lines = [f"{self.prompts.kept}; {opened}"]
+        return lines + ([f"held out: {self.held_out.kept}"] if self.held_out else [])

@@ -1,0 +1,142 @@
+"""Begins a run where it was saved: fills the roles from a checkpoint, and says in which state its steps continue.
+
+All ranks make the same calls. A checkpoint that turns out damaged is passed over for the one before, unless the user
+named it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from mindgrpo.backend.contract import Backend
+from mindgrpo.checkpoint.differences import scoring_changes
+from mindgrpo.checkpoint.folders import Candidate, Start
+from mindgrpo.checkpoint.format import DamagedCheckpoint, Identity, restored_groups
+from mindgrpo.checkpoint.load import check_tensors, load_role
+from mindgrpo.checkpoint.routes import check_routes, read_routes
+from mindgrpo.checkpoint.save import values_digest
+from mindgrpo.config import Config
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.roles import TrainedRoles
+from mindgrpo.grpo.state import Run, State
+from mindgrpo.monitor.console import Console
+from mindgrpo.run.start import compare
+from mindgrpo.weights.local_weights import Weights
+
+
+def resume(
+    run: Run[TrainedRoles],
+    start: Start | None,
+    now: Identity,
+    console: Console,
+    num_steps: int,
+) -> tuple[State, Candidate | None]:
+    """Returns the state in which the run begins, and the checkpoint whose weights the roles then have, if any.
+
+    Raises UserError.
+    """
+    if start is None or not start.candidates:
+        return State(), None
+    with console.phase("reading the checkpoint"):
+        chosen = _restore(start, run.config, run.roles, now, console.line)
+    stored, choices = chosen.manifest.state, run.roles.shape_choices
+    owners = run.prompts.at([group.position for group in stored.unfinished])
+    routes = read_routes(chosen.folder, chosen.manifest)
+    state = State(
+        step=stored.step,
+        position=stored.prompts,
+        solved=frozenset(stored.solved),
+        unfinished=restored_groups(stored.unfinished, [owner.ids for owner in owners], routes),
+        baselines=stored.baselines,
+        open_row=stored.open_row,
+        best=stored.best,
+        evaluations=list(stored.evaluations),
+        first_step_seconds=stored.first_step_seconds,
+        seconds=stored.seconds,
+        compiles=stored.compiles,
+    )
+    for phase, shapes in stored.shapes.items():
+        if phase in choices:
+            choices[phase].restore(shapes.in_use, shapes.excess)
+    console.line(f"  resumed from {chosen.folder}: {state.step} of {num_steps} steps are done")
+    changes = scoring_changes(chosen.manifest.identity, now)
+    if state.best is not None and changes:
+        console.line(
+            f"  the best checkpoint so far, of step {state.best.step}, is not compared with later ones: "
+            f"{'; '.join(map(str, changes))}"
+        )
+        state.best = None
+    return state, chosen
+
+
+def saved_roles(config: Config, roles: TrainedRoles) -> dict[str, Weights]:
+    """Returns all weights that a run changes, by the name that they have in a checkpoint."""
+    policy = roles.policy
+    trained = "policy" if policy.adapters is None else "adapters"
+    saved = {
+        trained: policy.masters,
+        "first_moments": policy.optimizer.first,
+        "second_moments": policy.optimizer.second,
+    }
+    if config.ref_config.sync_ref_model and roles.reference is not None:
+        saved["reference"] = roles.reference.weights
+    return saved
+
+
+def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
+    """Digests the weights that the run only reads, which must still be on the device; all ranks together."""
+    digests = {}
+    if roles.policy.adapters is not None:
+        digests["base"] = values_digest(roles.policy.weights, roles.backend)
+    if roles.reference is not None and not config.ref_config.sync_ref_model:
+        digests["reference"] = values_digest(roles.reference.weights, roles.backend)
+    return digests
+
+
+def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
+    """Returns the roles that a checkpoint fills, so that their first weights need not be read."""
+    if start is None or not start.candidates:
+        return ()
+    whole = () if config.actor_config.lora.rank is not None else ("policy",)
+    return (*whole, "reference") if config.ref_config.sync_ref_model else whole
+
+
+def _restore(
+    start: Start, config: Config, roles: TrainedRoles, now: Identity, say: Callable[[str], None]
+) -> Candidate:
+    """Fills the roles from the newest undamaged candidate. Raises UserError."""
+    saved = saved_roles(config, roles)
+    reasons: list[str] = []
+    for candidate in start.candidates:
+        compare(candidate, config, now)
+        reason = _load(candidate, saved, roles.backend)
+        if reason is None:
+            state = candidate.manifest.state
+            roles.policy.updates, roles.policy.version = state.updates, state.weights_version
+            roles.policy.masters_changed()
+            return candidate
+        if start.only:
+            raise UserError(reason)
+        reasons.append(reason)
+        say(f"  passed over: {reason}")
+    raise UserError(f"No checkpoint in {start.source} is whole; the newest: {reasons[0]}")
+
+
+def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) -> str | None:
+    """Loads a checkpoint or returns why it cannot be used, on all ranks alike. Raises UserError for another run's."""
+    folder, manifest = candidate.folder, candidate.manifest
+    check_tensors(folder, manifest, saved)
+    error = None
+    try:
+        check_routes(folder, manifest)
+        for role, weights in saved.items():
+            load_role(folder, manifest, role, weights)
+    except DamagedCheckpoint as damaged:
+        error = str(damaged)
+    error = next((message for message in backend.world.gather_objects(error) if message), None)
+    if error is not None:
+        return error
+    for role, weights in saved.items():
+        if values_digest(weights, backend) != manifest.sums.get(role):
+            return f"{folder} does not hold the values of {role} that were saved; use an earlier checkpoint."
+    return None
