@@ -19,7 +19,7 @@ import pytest
 
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config import load_config
-from mindgrpo.config.section import memory_bytes
+from mindgrpo.settings.section import memory_bytes
 from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.data import mindrecord
 from mindgrpo.data.examples import single_turn

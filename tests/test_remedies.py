@@ -21,7 +21,7 @@ from mindgrpo.cli.verbs import MODULES, USAGE, main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, aliases
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.section import kinds
+from mindgrpo.settings.section import kinds
 from mindgrpo.errors import UserError
 from mindgrpo.launch.options import FLAGS as LAUNCH_FLAGS
 

@@ -20,7 +20,7 @@ from mindgrpo.config.load import (
     write_resolved,
 )
 from mindgrpo.config.schema import Config, values_by_key
-from mindgrpo.config.section import memory_bytes
+from mindgrpo.settings.section import memory_bytes
 
 __all__ = [
     "FLAGS",

@@ -14,7 +14,7 @@ from mindgrpo.algorithm.loss_config import (
     AdvantageConfig,
     LossConfig,
 )
-from mindgrpo.config.section import Section, spelled
+from mindgrpo.settings.section import Section, spelled
 
 DEFAULT_CAP = AdvantageConfig.correction_cap
 DEFAULT_ROUNDS = 3

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from mindgrpo.backend.targets import FUSED_KERNELS, Target, choose_target
-from mindgrpo.config.section import (
+from mindgrpo.settings.section import (
     AFTER_SIZE,
     BEFORE_LIST,
     BEFORE_TEXT,

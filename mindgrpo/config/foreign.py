@@ -18,7 +18,7 @@ from mindgrpo.config.foreign_verl import VERL_RULES
 from mindgrpo.config.meanings import AS_HERE, Ignored, Meaning, Others, Refused, Rule, Values
 from mindgrpo.config.names import PENDING, RETIRED, aliases, leaf_of, retired_key, suggestion
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.section import kinds
+from mindgrpo.settings.section import kinds
 
 LENGTHS = ("generate_config.max_prompt_length", "generate_config.sampling_config.max_tokens")
 SEQ_LENGTH = "rl_config.seq_length"

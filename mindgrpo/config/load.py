@@ -21,7 +21,7 @@ from mindgrpo.config.checks import Contradiction
 from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, nearest, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
-from mindgrpo.config.section import BOUNDS, Section, either, kinds
+from mindgrpo.settings.section import BOUNDS, Section, either, kinds
 from mindgrpo.config.supervised import supervised
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
 from mindgrpo.errors import UserError, error_of

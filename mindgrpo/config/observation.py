@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from mindgrpo.config.section import BEFORE_LIST, BEFORE_TEXT, OptionalText, Section, spelled
+from mindgrpo.settings.section import BEFORE_LIST, BEFORE_TEXT, OptionalText, Section, spelled
 
 # Users' names for phases -> ours; ours are accepted as well.
 PROFILED_STAGES: dict[str, str] = {

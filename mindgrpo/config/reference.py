@@ -23,7 +23,7 @@ from mindgrpo.config.names import (
     suggestion,
 )
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.section import takes
+from mindgrpo.settings.section import takes
 from mindgrpo.errors import UserError
 
 _HEAD = """# Configuration reference

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from mindgrpo.config.algorithm import AlgorithmKeys
-from mindgrpo.config.section import (
+from mindgrpo.settings.section import (
     AFTER_SIZE,
     BEFORE_LIST,
     BEFORE_NAME,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
-from mindgrpo.config.section import AFTER_SIZE, BEFORE_LIST, BEFORE_TEXT, OptionalText, Section
+from mindgrpo.settings.section import AFTER_SIZE, BEFORE_LIST, BEFORE_TEXT, OptionalText, Section
 
 
 class VllmConfig(Section):

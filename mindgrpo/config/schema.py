@@ -15,7 +15,7 @@ from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
 from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
-from mindgrpo.config.section import Key, OptionalText, Section, keys_of
+from mindgrpo.settings.section import Key, OptionalText, Section, keys_of
 
 
 class Config(Section):

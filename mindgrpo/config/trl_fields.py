@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from mindgrpo.config.names import aliases
 from mindgrpo.config.schema import LIVE
-from mindgrpo.config.section import kinds
+from mindgrpo.settings.section import kinds
 
 # Of ScriptArguments, ModelConfig and the trainer's own arguments, which are not fields of its GRPOConfig.
 _ELSEWHERE = frozenset(

@@ -12,7 +12,7 @@ from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
-from mindgrpo.config.section import Section
+from mindgrpo.settings.section import Section
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.models.precision import (
     compute_dtype,
