@@ -6,12 +6,11 @@ Judges nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
-from loss_variants import VARIANTS, WIDE
+from algorithms import advantages_of, replace
+from loss_variants import LONGEST, VARIANTS, WIDE
 
-from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.losses import policy_loss, token_weights
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.surrogates import Tokens
@@ -65,7 +64,7 @@ TURN_REWARDS = [
     for mask in ROLLOUT.action_mask
 ]
 
-GRPO = AdvantageConfig(NUM_GENERATIONS)
+GRPO = advantages_of(NUM_GENERATIONS)
 _losses = {
     # One of each aggregation: their sums go over samples, tokens and prompts of all ranks.
     **{name: VARIANTS[name] for name in ("grpo, k3", "dapo, entropy", "dr_grpo", "luspo")},
@@ -81,21 +80,23 @@ _losses = {
 _advantages = {
     # Of tokens.
     "reinforce_plus_plus": replace(
-        GRPO, advantage_estimator="reinforce_plus_plus", reward_beta=0.1
+        GRPO, advantage_estimator="reinforce_plus_plus", kl_in_reward=True, beta=0.1
     ),
-    "truncated samples": replace(GRPO, mask_truncated=True),
-    "equal groups": replace(GRPO, mask_equal=True),
+    "truncated samples": replace(GRPO, mask_truncated_completions=True),
+    "equal groups": replace(GRPO, mask_equal_groups=True),
     "veto": replace(GRPO, rejection_veto=0.6),
 }
-_truncated = replace(GRPO, correction="token_truncate", correction_cap=1.2)
-BATCH_VARIANTS: dict[str, tuple[LossConfig, AdvantageConfig]] = {
+_truncated = replace(
+    GRPO, importance_sampling_correction="token_truncate", importance_sampling_cap=1.2
+)
+BATCH_VARIANTS: dict[str, tuple[AlgorithmConfig, AlgorithmConfig]] = {
     **{name: (own, GRPO) for name, own in _losses.items()},
     **{name: (WIDE, own) for name, own in _advantages.items()},
-    "corrected": (replace(WIDE, corrected=True), _truncated),
+    "corrected": (replace(WIDE, importance_sampling_correction="token_truncate"), _truncated),
 }
 
 
-def batch_of(advantages: AdvantageConfig, old: Arrays, reference: Arrays) -> TrainBatch:
+def batch_of(advantages: AlgorithmConfig, old: Arrays, reference: Arrays) -> TrainBatch:
     return compute_advantages(
         ROLLOUT,
         REWARDS,
@@ -110,14 +111,14 @@ def batch_of(advantages: AdvantageConfig, old: Arrays, reference: Arrays) -> Tra
 
 
 def of_whole_batch(
-    loss_config: LossConfig, advantages: AdvantageConfig
+    loss_config: AlgorithmConfig, advantages: AlgorithmConfig
 ) -> tuple[float, list[np.ndarray]]:
     """The loss of one update and, by central differences, its slopes by each sample's log-probs and entropies, [2, n]
     each: from the samples one after another, without rows or ranks.
     """
     batch, lengths = batch_of(advantages, OLD, REFERENCE), ROLLOUT.action_lengths
     groups = np.array(ROLLOUT.group_ids)
-    weights = token_weights(lengths, loss_config, batch.sample_mask, groups)
+    weights = token_weights(lengths, loss_config, batch.sample_mask, groups, LONGEST)
     own = np.flatnonzero(weights > 0)
 
     def tokens(values: Arrays | np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 from data_sets import MODEL
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import (
     STOPPED,
@@ -97,7 +97,7 @@ def conversations() -> Rollout:
     return collect(loop.run(requests, LENGTH, script.generate), 2, range(len(prompts)))
 
 
-def policy_of(backend: CpuBackend, loss: LossConfig, shape: MicroShape) -> Policy:
+def policy_of(backend: CpuBackend, loss: AlgorithmConfig, shape: MicroShape) -> Policy:
     """The bundled model in float32 at temperature 1."""
     config = read_config(MODEL)
     layout = Layout.of(Mesh(1, 1), parameter_specs(config))
@@ -131,7 +131,7 @@ def batch_of(rollout: Rollout, logps: Arrays) -> TrainBatch:
 
 
 def numpy_loss(
-    loss: LossConfig, batch: TrainBatch, logps: Arrays
+    loss: AlgorithmConfig, batch: TrainBatch, logps: Arrays
 ) -> tuple[float, list[np.ndarray]]:
     """The loss, and its derivative by each log-prob, float64 [completion length] a sample.
 
@@ -149,14 +149,14 @@ def numpy_loss(
         share = {
             "grpo": 1.0 / (len(masks) * counts[i]),
             "dapo": 1.0 / sum(counts),
-            "dr_grpo": 1.0 / (len(masks) * loss.max_completion_length),
+            "dr_grpo": 1.0 / (len(masks) * LENGTH),
         }[loss.loss_type]
-        slope = np.zeros(mask.size)
+        slope, (low, high) = np.zeros(mask.size), loss.clip_bounds
         for t in np.flatnonzero(mask):
             advantage = float(batch.advantages[i])
             ratio = np.exp(own[t] - old[t])
             free = ratio * advantage
-            clipped = min(max(ratio, 1 - loss.epsilon_low), 1 + loss.epsilon_high) * advantage
+            clipped = min(max(ratio, 1 - low), 1 + high) * advantage
             log = reference[t] - own[t]
             total += share * (-min(free, clipped) + loss.beta * (np.exp(log) - log - 1))
             # Where the clip decides, the ratio has no part in the value.

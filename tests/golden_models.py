@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from algorithms import loss_of
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import (
     MicroShape,
     PackedRollout,
@@ -129,7 +129,7 @@ def train(
     length += -length % (mesh.mp * mesh.cp)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(-(-len(rows) // mesh.dp), length, context_ranks=mesh.cp)
-    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, LossConfig(), 1.0, adamw)
+    settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, loss_of(), 1.0, adamw)
     policy = Policy(golden.config, layout, backend, settings)
     load_weights(policy.weights, golden.directory)
     rollout = golden.rollout

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from algorithms import advantages_of, loss_of, replace
 from test_update import CONFIG, LAYOUT, SETTINGS
 
-from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
@@ -74,10 +74,11 @@ def batch(garbage: float | None = None) -> TrainBatch:
     )
 
 
-def written(loss: LossConfig, given: TrainBatch, logps: Arrays) -> float:
+def written(loss: AlgorithmConfig, given: TrainBatch, logps: Arrays) -> float:
     """The loss token by token, over the tokens that the policy wrote."""
     assert given.old_logps and given.reference_logps and given.rollout_is_weights
     counts = [turns.count("P") for turns in TURNS]
+    low, high = loss.clip_bounds
     total = 0.0
     for i, turns in enumerate(TURNS):
         actions = [t for t, turn in enumerate(turns) if turn == "P"]
@@ -86,7 +87,7 @@ def written(loss: LossConfig, given: TrainBatch, logps: Arrays) -> float:
             if loss.by_sequence:
                 log = sum(logs) / len(logs)
             ratio, advantage = math.exp(log), float(given.advantages[i])
-            clipped = min(max(ratio, 1 - loss.epsilon_low), 1 + loss.epsilon_high)
+            clipped = min(max(ratio, 1 - low), 1 + high)
             gain = min(ratio * advantage, clipped * advantage)
             d = float(given.reference_logps[i][t]) - float(logps[i][t])
             term = -float(given.rollout_is_weights[i][t]) * gain
@@ -94,35 +95,41 @@ def written(loss: LossConfig, given: TrainBatch, logps: Arrays) -> float:
             per_token = {
                 "grpo": 1 / (len(TURNS) * counts[i]),
                 "dapo": 1 / sum(counts),
-                "dr_grpo": 1 / (len(TURNS) * loss.max_completion_length),
+                "dr_grpo": 1 / (len(TURNS) * LONGEST),
             }[loss.loss_type]
             total += per_token * term
     return total
 
 
+LONGEST = 16
 # Ends that no ratio reaches: a difference quotient has no corners to cross.
-WIDE = LossConfig(epsilon_low=0.99, epsilon_high=20.0, beta=0.05, corrected=True)
+WIDE = loss_of(
+    epsilon_low=0.99, epsilon_high=20.0, beta=0.05, importance_sampling_correction="token_truncate"
+)
 LOSSES = {
     "grpo": WIDE,
     "dapo": replace(WIDE, loss_type="dapo"),
-    "dr_grpo": replace(WIDE, loss_type="dr_grpo", max_completion_length=16),
+    "dr_grpo": replace(WIDE, loss_type="dr_grpo"),
     "gspo": replace(WIDE, importance_sampling_level="sequence"),
 }
-Made = Callable[[LossConfig, int | None], Policy]
+Made = Callable[[AlgorithmConfig, int | None], Policy]
 
 
 @pytest.fixture(scope="module")
 def policy_of() -> Made:
     """A policy with the same random weights for each loss and number of samples a row."""
     backend = CpuBackend({})
-    made: dict[tuple[LossConfig, int | None], Policy] = {}
+    made: dict[tuple[AlgorithmConfig, int | None], Policy] = {}
 
-    def of(loss: LossConfig, per_row: int | None) -> Policy:
+    def of(loss: AlgorithmConfig, per_row: int | None) -> Policy:
         key = (loss, per_row)
         if key not in made:
             shape = MicroShape(2, 24, per_row)
             made[key] = Policy(
-                CONFIG, LAYOUT, backend, replace(SETTINGS, shape=shape, loss_config=loss)
+                CONFIG,
+                LAYOUT,
+                backend,
+                replace(SETTINGS, shape=shape, loss_config=loss, max_tokens=LONGEST),
             )
         fill_random(made[key].weights, seed=2, scale=0.1)
         made[key].clear_gradients()
@@ -193,7 +200,7 @@ def actions_of(rows: Arrays) -> list[list[float]]:
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
 def test_importance_weights_are_those_of_the_tokens_that_the_policy_wrote(mode: str) -> None:
-    config = AdvantageConfig(3, correction=mode, correction_cap=1.3)
+    config = advantages_of(3, importance_sampling_correction=mode, importance_sampling_cap=1.3)
     old = values(2, -4.2, GARBAGE)
     made, correction = compute_advantages(rollout(), REWARDS, config, old)
     assert correction is not None and made.rollout_is_weights is not None
@@ -214,7 +221,7 @@ def test_importance_weights_are_those_of_the_tokens_that_the_policy_wrote(mode: 
 
 
 def test_kl_in_the_reward_is_that_of_the_tokens_that_the_policy_wrote() -> None:
-    config = AdvantageConfig(3, "rloo", reward_beta=0.1, kl_estimator="k1")
+    config = advantages_of(3, "rloo", kl_in_reward=True, beta=0.1, kl_estimator="k1")
     old, reference = values(2, -4.2, GARBAGE), values(3, -4.2)
     made, _ = compute_advantages(rollout(), REWARDS, config, old, reference)
     pairs = zip(REWARDS, actions_of(old), actions_of(reference), strict=True)
@@ -225,7 +232,7 @@ def test_kl_in_the_reward_is_that_of_the_tokens_that_the_policy_wrote() -> None:
 
 
 def test_token_advantages_are_normalised_over_the_tokens_that_the_policy_wrote() -> None:
-    config = AdvantageConfig(3, "reinforce_plus_plus", reward_beta=0.1, kl_estimator="k1")
+    config = advantages_of(3, "reinforce_plus_plus", kl_in_reward=True, beta=0.1, kl_estimator="k1")
     old, reference = values(2, -4.2, GARBAGE), values(3, -4.2)
     made, _ = compute_advantages(rollout(), REWARDS, config, old, reference)
     returns = [

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from algorithms import advantages_of, loss_of, replace
 
 from mindgrpo.algorithm.advantages import (
     best_of_group,
@@ -24,7 +24,7 @@ from mindgrpo.algorithm.advantages import (
     rescaled_advantages,
     zero_std_groups,
 )
-from mindgrpo.algorithm.loss_config import ESTIMATORS, AdvantageConfig, LossConfig
+from mindgrpo.algorithm.estimators import ESTIMATORS, AlgorithmConfig
 from mindgrpo.algorithm.losses import token_weights
 from mindgrpo.algorithm.rollout_correction import correct_rollout, rejected_samples
 from mindgrpo.algorithm.sample import Rollout
@@ -251,7 +251,7 @@ def test_samples_that_both_rate_too_differently_are_left_out(
         np.append(g[:-1] + np.log(row), 5.0) for g, row in zip(generator, RATIOS, strict=True)
     ]
     masks = [np.arange(g.size) < g.size - 1 for g in generator]
-    found = rejected_samples(trainer, generator, masks, AdvantageConfig(2, **bounds))
+    found = rejected_samples(trainer, generator, masks, advantages_of(2, **bounds))
     assert np.flatnonzero(found).tolist() == expected
 
 
@@ -313,7 +313,7 @@ COMPONENTS = [(1.0, np.arange(6.0)), (-0.5, np.array([1.0, 0, 0, 1, 1, 0]))]
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, estimator: str) -> None:
-    config = AdvantageConfig(3, name, reward_beta=0.1, kl_estimator=estimator)
+    config = advantages_of(3, name, kl_in_reward=True, beta=0.1, kl_estimator=estimator)
     batch, correction = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
     totals = []
     for i, reward in enumerate(REWARDS):
@@ -344,7 +344,7 @@ def test_kl_in_the_reward_is_taken_from_the_whole_samples_reward(name: str, esti
     ],
 )
 def test_an_estimator_is_found_by_its_name(name: str, function: Callable[[], np.ndarray]) -> None:
-    config = AdvantageConfig(3, name, ESTIMATORS[name])
+    config = advantages_of(3, name)
     batch, _ = compute_advantages(
         ROLLOUT, REWARDS, config, components=COMPONENTS, greedy=GREEDY, baselines=BASELINES
     )
@@ -364,7 +364,7 @@ def test_a_sample_whose_reward_failed_has_no_advantage_whatever_stands_in_its_pl
 ) -> None:
     """Sample 1, and with remax the second group, whose greedy completion failed."""
     failed = np.arange(REWARDS.size) == 1
-    config = AdvantageConfig(3, name, ESTIMATORS[name], reward_beta=beta)
+    config = advantages_of(3, name, kl_in_reward=True, beta=beta)
 
     def made(number: float) -> list[float]:
         rewards = np.where(failed, number, REWARDS)
@@ -388,8 +388,8 @@ def test_distillation_adds_what_the_teacher_finds_likelier_to_every_tokens_advan
     name: str,
 ) -> None:
     scale = "batch" if name == "reinforce_plus_plus" else "group"
-    plain, _ = compute_advantages(ROLLOUT, REWARDS, AdvantageConfig(3, name, scale))
-    config = AdvantageConfig(3, name, scale, distillation_coef=0.3)
+    plain, _ = compute_advantages(ROLLOUT, REWARDS, advantages_of(3, name, scale))
+    config = advantages_of(3, name, scale, distillation_coef=0.3)
     batch, _ = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
     assert batch.token_advantages is not None
     for i, row in enumerate(batch.token_advantages):
@@ -429,7 +429,7 @@ def test_the_gradient_of_distillation_is_in_expectation_that_of_the_reverse_kl()
 def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
     name: str, beta: float
 ) -> None:
-    config = AdvantageConfig(3, name, "batch", beta, "k1", mask_truncated=True)
+    config = advantages_of(3, name, "batch", beta, "k1", mask_truncated_completions=True)
     batch, _ = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
     pairs = zip(OLD, REFERENCE, strict=True)
     penalty = [beta * (own.astype(float) - reference) for own, reference in pairs]
@@ -445,8 +445,11 @@ def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
 
 
 def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_not_count() -> None:
-    config = AdvantageConfig(
-        3, correction="token_truncate", correction_cap=1.5, mask_truncated=True
+    config = advantages_of(
+        3,
+        importance_sampling_correction="token_truncate",
+        importance_sampling_cap=1.5,
+        mask_truncated_completions=True,
     )
     batch, correction = compute_advantages(ROLLOUT, REWARDS, config, OLD)
     assert correction is not None and batch.rollout_is_weights is correction.weights
@@ -465,28 +468,28 @@ def test_the_correction_weighs_old_against_generator_and_truncated_samples_do_no
 
 def test_groups_of_equal_rewards_are_masked_if_asked_for_beside_truncated_samples() -> None:
     rewards = np.array([0.5, 0.5, 0.5, 1.0, 1.0, 0.0])
-    batch, _ = compute_advantages(ROLLOUT, rewards, AdvantageConfig(3, mask_equal=True))
+    batch, _ = compute_advantages(ROLLOUT, rewards, advantages_of(3, mask_equal_groups=True))
     assert batch.sample_mask is not None
     assert batch.sample_mask.tolist() == [False] * 3 + [True] * 3
     both, _ = compute_advantages(
-        ROLLOUT, rewards, AdvantageConfig(3, mask_equal=True, mask_truncated=True)
+        ROLLOUT, rewards, advantages_of(3, mask_equal_groups=True, mask_truncated_completions=True)
     )
     np.testing.assert_array_equal(both.sample_mask, batch.sample_mask & COUNTED)
     # Which leaves what is averaged over to those that differ.
-    weights = token_weights(np.full(6, 4), LossConfig("dapo"), batch.sample_mask)
+    weights = token_weights(np.full(6, 4), loss_of("dapo"), batch.sample_mask)
     np.testing.assert_allclose(weights, [0, 0, 0, 1 / 12, 1 / 12, 1 / 12])
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        AdvantageConfig(3, reward_beta=0.1),
-        AdvantageConfig(3, distillation_coef=0.1),
-        AdvantageConfig(3, correction="sequence_mask"),
-        AdvantageConfig(3, rejection_k3=0.1),
+        advantages_of(3, kl_in_reward=True, beta=0.1),
+        advantages_of(3, distillation_coef=0.1),
+        advantages_of(3, importance_sampling_correction="sequence_mask"),
+        advantages_of(3, rejection_k3=0.1),
     ],
 )
-def test_advantages_without_the_log_probs_they_need_are_refused(config: AdvantageConfig) -> None:
+def test_advantages_without_the_log_probs_they_need_are_refused(config: AlgorithmConfig) -> None:
     assert config.needs_old
     with pytest.raises(ValueError, match="log-probs"):
         compute_advantages(ROLLOUT, REWARDS, config, None, REFERENCE)

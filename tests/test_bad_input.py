@@ -19,7 +19,6 @@ import pytest
 
 from mindgrpo.cli.arguments import Arguments
 from mindgrpo.config import load_config
-from mindgrpo.settings.section import memory_bytes
 from mindgrpo.config.yaml_file import read_yaml
 from mindgrpo.data import mindrecord
 from mindgrpo.data.examples import single_turn
@@ -32,6 +31,7 @@ from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.run import host_limits as capacity
 from mindgrpo.run import machine_checks as doctor
 from mindgrpo.run.machine_checks import wrong_variables
+from mindgrpo.settings.section import memory_bytes
 from mindgrpo.strict_files import (
     NotJson,
     is_inside,

@@ -14,10 +14,11 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
+from algorithms import loss_of
 from graph_census import Census, aclnn_primitives, aicpu_primitives, by_primitive, census_of
 from mindspore import Tensor, nn, ops
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.packing import NO_PLAN
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import AloneGroup, Backend, Group
@@ -269,7 +270,7 @@ def loss_step(
     device: Backend,
     layers: int,
     recompute: Recompute = WHOLE_LAYERS,
-    loss_config: LossConfig | None = None,
+    loss_config: AlgorithmConfig | None = None,
     **split: Any,
 ) -> Any:
     model = Model(device, layers, stages=2, rank=4 * split.get("context", 1), **split)
@@ -278,7 +279,7 @@ def loss_step(
     net = LogProbStage(stage, model.shard, 0.8, 4 * model.shard.local_vocab * 16)
     numbers = [zeros(PICKS, dtype=np.float32) for _ in range(8)]
     numbers[5] = zeros(PICKS)
-    loss = PolicyLoss(loss_config or LossConfig(), True, model.shard.context_group)
+    loss = PolicyLoss(loss_config or loss_of(), True, model.shard.context_group)
     cell = LossStep(net, model.shard.layers, model.shard.head_key, loss, model.trained())
     flows = [model.hidden() for _ in range(layers - 1)]
     return cell(model.hidden(), *model.inputs(), *HEAD_INPUTS, *numbers, *flows)
@@ -291,7 +292,7 @@ def stage_backward_of_shares(device: Backend, layers: int) -> Any:
 
 def loss_step_of_shares(device: Backend, layers: int) -> Any:
     """As before, and samples that ranks share."""
-    by_sample = LossConfig(importance_sampling_level="sequence")
+    by_sample = loss_of(importance_sampling_level="sequence")
     return loss_step(device, layers, KEEP_ALL, by_sample, splits_tokens=True, context=4)
 
 

@@ -5,6 +5,7 @@ Does not prove that a loss is right; test_losses.py and test_advantages.py do.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -14,11 +15,9 @@ import yaml
 from pydantic import ValidationError
 from tables import each_row
 
-from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES
-from mindgrpo.algorithm.surrogates import SURROGATES
+from mindgrpo.algorithm.estimators import ESTIMATORS, AlgorithmConfig
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.config import BatchPlan, Config
-from mindgrpo.config.algorithm import AlgorithmKeys
-from mindgrpo.grpo.settings import advantage_config, loss_config
 from mindgrpo.run.banner import algorithm_lines
 from mindgrpo.training.surrogates import CELLS
 
@@ -178,38 +177,36 @@ def test_scale_rewards_may_be_written_as_other_trainers_do(written: object, read
 )
 def test_without_a_scale_the_estimator_has_its_papers(estimator: str, scale: str) -> None:
     assert config(advantage_estimator=estimator).rl_config.reward_scale == scale
-    known = get_args(AlgorithmKeys.model_fields["advantage_estimator"].annotation)
+    known = get_args(AlgorithmConfig.model_fields["advantage_estimator"].annotation)
     assert set(ESTIMATORS) == set(known)
 
 
 def test_the_kl_term_is_in_the_loss_or_in_the_reward_and_never_in_both() -> None:
     in_loss, in_reward = config(beta=0.5), config(beta=0.5, kl_in_reward=True)
-    assert (loss_config(in_loss).beta, advantage_config(in_loss).reward_beta) == (0.5, 0.0)
-    assert (loss_config(in_reward).beta, advantage_config(in_reward).reward_beta) == (0.0, 0.5)
+    rl = in_loss.rl_config
+    assert (rl.loss_beta, rl.reward_beta) == (0.5, 0.0)
+    rl = in_reward.rl_config
+    assert (rl.loss_beta, rl.reward_beta) == (0.0, 0.5)
 
 
 def test_the_correction_reaches_loss_and_advantages_with_its_cap() -> None:
-    off, on = config(), config(importance_sampling_correction="sequence_mask")
-    assert not loss_config(off).corrected and not advantage_config(off).needs_old
-    assert loss_config(on).corrected and advantage_config(on).needs_old
-    assert advantage_config(on).correction_cap == 2.0
+    off = config().rl_config
+    on = config(importance_sampling_correction="sequence_mask").rl_config
+    assert not off.is_corrected and not off.needs_old
+    assert on.is_corrected and on.needs_old
+    assert on.importance_sampling_cap == 2.0
     capped = config(importance_sampling_correction="token_truncate", importance_sampling_cap=5.0)
-    assert advantage_config(capped).correction_cap == 5.0
+    assert capped.rl_config.importance_sampling_cap == 5.0
 
 
 def test_every_loss_has_its_papers_clip_unless_another_is_set() -> None:
-    assert set(LOSS_TYPES) == set(get_args(AlgorithmKeys.model_fields["loss_type"].annotation))
-    assert {loss.surrogate for loss in LOSS_TYPES.values()} == set(SURROGATES) == set(CELLS)
+    assert set(LOSS_TYPES) == set(get_args(AlgorithmConfig.model_fields["loss_type"].annotation))
+    assert {loss.surrogate for loss in LOSS_TYPES.values()} == set(CELLS)
     for name, loss in LOSS_TYPES.items():
-        made = loss_config(config(loss_type=name, importance_sampling_level=loss.levels[0]))
-        assert loss.epsilon in (None, (made.epsilon_low, made.epsilon_high))
-    mixed = loss_config(config(loss_type="dapo", epsilon_high=0.28))
-    assert (mixed.epsilon_low, mixed.epsilon_high) == (0.2, 0.28)
-
-
-def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed() -> None:
-    tree = {"generate_config": {"sampling_config": {"max_tokens": 77}}}
-    assert loss_config(Config.model_validate(tree)).max_completion_length == 77
+        made = config(loss_type=name, importance_sampling_level=loss.levels[0]).rl_config
+        assert made.clip_bounds == (loss.epsilon or (1.0, math.inf))
+    mixed = config(loss_type="dapo", epsilon_high=0.28).rl_config
+    assert mixed.clip_bounds == (0.2, 0.28)
 
 
 def test_dynamic_sampling_is_off_unless_asked_for_and_bounded() -> None:
@@ -277,5 +274,5 @@ def test_recipes_and_the_pages_settings_load_without_a_warning_but_that_of_one_u
 
 def test_the_page_names_every_key_of_the_algorithm() -> None:
     text = PAGE.read_text("utf-8")
-    fields = AlgorithmKeys.model_fields
+    fields = AlgorithmConfig.model_fields
     assert [name for name in fields if not re.search(rf"\b{name}\b", text)] == []

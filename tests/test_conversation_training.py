@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mindspore as ms
 import numpy as np
 import pytest
+from algorithms import loss_of
 from four_turns import (
     LENGTH,
     LONG,
@@ -23,7 +24,6 @@ from four_turns import (
 )
 from mindspore import Tensor
 
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import token_weights
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout, TrainBatch
@@ -33,9 +33,9 @@ from mindgrpo.training.stage_graphs import LossInputs, PolicyLoss
 from mindgrpo.training.update import UpdateReport, update
 
 LOSSES = {
-    "grpo": LossConfig(beta=0.05),
-    "dapo": LossConfig(loss_type="dapo", epsilon_high=0.28, beta=0.05),
-    "dr_grpo": LossConfig(loss_type="dr_grpo", max_completion_length=LENGTH),
+    "grpo": loss_of(beta=0.05),
+    "dapo": loss_of(loss_type="dapo", epsilon_high=0.28, beta=0.05),
+    "dr_grpo": loss_of(loss_type="dr_grpo"),
 }
 UNPACKED, PACKED = MicroShape(1, LENGTH, 1), MicroShape(1, LONG)
 

@@ -30,7 +30,8 @@ from golden_models import BOUNDS, read_golden
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
+from mindgrpo.algorithm.estimators import REJECTIONS
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 
 HERE = Path(__file__).resolve().parent
 JOB = HERE / "distributed" / "job.py"

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from algorithms import advantages_of
 from data_sets import MODEL
 from test_conversations import Writer
 
 from mindgrpo.algorithm.advantages import turn_advantages
-from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.sample import (
     FAILED,
     LENGTH,
@@ -287,7 +287,7 @@ def test_every_token_has_the_advantage_of_its_turn(tokenizer: Tokenizer) -> None
     rollout = collect(Talk(tokenizer, texts).made, 2, [0])
     rewards = turn_rewards(rollout.messages, 1.0, np.zeros(2), np.zeros(2, bool))
     totals = np.array([3.0, 0.0], np.float32)
-    config = AdvantageConfig(2, by_turn=True)
+    config = advantages_of(2, turn_advantages=True)
     batch, _ = compute_advantages(rollout, totals, config, turn_rewards=rewards)
     first, second = turn_advantages(rewards, 2, "group")
     assert batch.token_advantages is not None

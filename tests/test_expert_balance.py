@@ -6,11 +6,11 @@ One process, random weights. Several ranks: the distributed case "experts". Does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from algorithms import replace
 from mindspore import Tensor, ops
 from small_generators import WITH_AVX512
 from test_expert_files import DEEPSEEK

@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from algorithms import loss_of
 from small_generators import HAS_AVX512
 from small_runs import MODEL
 
 from mindgrpo.algorithm.exponentials import exp, log
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, LossConfig
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.rollout_correction import correct_rollout
-from mindgrpo.algorithm.surrogates import SURROGATES, Tokens
+from mindgrpo.algorithm.surrogates import LOSS_TYPES, SURROGATES, Tokens
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.rotary import rotary_table
@@ -96,7 +96,7 @@ def losses() -> Iterator[np.ndarray]:
         mask = np.ones(size, bool)
         yield from correct_rollout([of[0]], [of[1]], [mask], "token_truncate", 2.0, 0.0).weights
         for loss_type in LOSS_TYPES:
-            config = LossConfig(loss_type=loss_type)
+            config = loss_of(loss_type=loss_type)
             yield SURROGATES[config.surrogate](tokens, config, tokens.logps)
 
 

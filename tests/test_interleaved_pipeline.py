@@ -14,9 +14,9 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from algorithms import loss_of
 from distributed import cases as c
 
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -140,7 +140,7 @@ def outcome(stages: int, chunks: int, has_experts: bool = False) -> tuple[Bits, 
             if chunk.net is None:
                 cells.append(StageBackward(chunk.stage, layers, trained))
             else:
-                loss = PolicyLoss(LossConfig(epsilon_low=0.2, epsilon_high=0.3, beta=0.05), True)
+                loss = PolicyLoss(loss_of(epsilon_low=0.2, epsilon_high=0.3, beta=0.05), True)
                 cells.append(LossStep(chunk.net, layers, shard.head_key, loss, trained))
         pipelines.append(pipeline)
         backwards.append([graph(cell, "backward") for cell in cells])

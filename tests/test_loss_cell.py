@@ -7,16 +7,17 @@ model below the loss.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import mindspore as ms
 import numpy as np
 import pytest
+from algorithms import replace
 from loss_variants import LENGTHS, NARROW, VARIANTS, WIDE, tokens_of
 from mindspore import Tensor
 from tables import each_row
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.losses import policy_loss
 from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.backend.cpu.backend import CpuBackend
@@ -24,11 +25,13 @@ from mindgrpo.training.stage_graphs import PolicyLoss
 
 Result = tuple[float, np.ndarray, np.ndarray]
 Call = Callable[[list[np.ndarray]], Result]
-Compiled = Callable[[LossConfig, bool], Call]
+Compiled = Callable[[AlgorithmConfig, bool], Call]
 
 # Places of the graph's inputs.
 LOGP, ENTROPY, OLD, REFERENCE, ADVANTAGES, WEIGHTS, FACTORS = range(7)
-ALL_TERMS = replace(WIDE, beta=0.05, entropy_coef=0.03, corrected=True)
+ALL_TERMS = replace(
+    WIDE, beta=0.05, entropy_coef=0.03, importance_sampling_correction="token_truncate"
+)
 BASE = replace(WIDE, beta=0.05)
 
 
@@ -52,9 +55,9 @@ def inputs(tokens: Tokens) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
     CpuBackend({})
-    made: dict[tuple[LossConfig, bool], Call] = {}
+    made: dict[tuple[AlgorithmConfig, bool], Call] = {}
 
-    def of(loss_config: LossConfig, has_old: bool) -> Call:
+    def of(loss_config: AlgorithmConfig, has_old: bool) -> Call:
         cell = ms.value_and_grad(PolicyLoss(loss_config, has_old), (0, 1))
 
         def call(arrays: list[np.ndarray]) -> Result:
@@ -66,7 +69,7 @@ def compiled() -> Compiled:
     return of
 
 
-def slope(tokens: Tokens, loss_config: LossConfig, name: str) -> np.ndarray:
+def slope(tokens: Tokens, loss_config: AlgorithmConfig, name: str) -> np.ndarray:
     """Central differences of the numpy loss by `name`'s entries; stop-gradients stay where the policy is."""
     base = getattr(tokens, name)
     found, step = np.zeros(base.size), 1e-6
@@ -146,7 +149,7 @@ def test_without_old_log_probs_the_gradient_is_the_plain_policy_gradient(
 @pytest.mark.parametrize("has_old", [True, False])
 @pytest.mark.parametrize("loss_config", [BASE, ALL_TERMS, NARROW], ids=["base", "all", "gspo"])
 def test_samples_of_weight_zero_add_nothing_whatever_they_hold(
-    compiled: Compiled, has_old: bool, garbage: float, loss_config: LossConfig
+    compiled: Compiled, has_old: bool, garbage: float, loss_config: AlgorithmConfig
 ) -> None:
     clean = inputs(tokens_of(loss_config, on_policy=not has_old))
     dirty = [x.copy() for x in clean]

@@ -6,21 +6,21 @@ Does not prove anything of the graph that is differentiated (test_loss_cell.py d
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from loss_variants import COUNTED, GROUPS, LENGTHS, VARIANTS, WIDE, tokens_of
+from algorithms import replace
+from loss_variants import COUNTED, GROUPS, LENGTHS, LONGEST, VARIANTS, WIDE, tokens_of
 from tables import each_row
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.losses import (
     clipped,
     kl_estimate,
     policy_loss,
     token_weights,
 )
-from mindgrpo.algorithm.surrogates import Tokens
+from mindgrpo.algorithm.surrogates import LOSS_TYPES, Tokens
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -28,10 +28,15 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def gain_of(
-    ratio: float, advantage: float, logp: float, o: LossConfig, sample: list[tuple[float, float]]
+    ratio: float,
+    advantage: float,
+    logp: float,
+    o: AlgorithmConfig,
+    sample: list[tuple[float, float]],
 ) -> float:
     """One token's part of what the paper maximises; `sample` has its sample's new and old probabilities."""
-    low, high = 1 - o.epsilon_low, 1 + o.epsilon_high
+    below, above = o.clip_bounds
+    low, high = 1 - below, 1 + above
     up = advantage > 0
     if o.loss_type == "sapo":
         tau = o.sapo_temperature_pos if up else o.sapo_temperature_neg
@@ -39,7 +44,7 @@ def gain_of(
     if o.loss_type in ("dppo_tv", "dppo_kl"):
         pi = math.exp(logp)
         mu = pi / ratio
-        limit, moved = (o.epsilon_high, pi - mu) if up else (o.epsilon_low, mu - pi)
+        limit, moved = (above, pi - mu) if up else (below, mu - pi)
         distance = abs(moved)
         if o.loss_type == "dppo_kl":
             distance = mu * math.log(mu / pi) + (1 - mu) * math.log((1 - mu) / (1 - pi))
@@ -47,7 +52,7 @@ def gain_of(
             return 0.0
         return min(ratio, o.dppo_ratio_cap) * advantage * logp
     if o.loss_type == "gmpo":
-        ends = (0.0, math.exp(o.epsilon_high)) if up else (math.exp(-o.epsilon_low), math.inf)
+        ends = (0.0, math.exp(above)) if up else (math.exp(-below), math.inf)
         product = math.prod(clip(new / old, *ends) for new, old in sample)
         return product ** (1 / len(sample)) * advantage
     if o.loss_type == "vespo":
@@ -87,7 +92,7 @@ PAPERS = {
 PAPERS |= dict.fromkeys(("grpo", "sapo", "gmpo"), "sample_mean")
 
 
-def weight_of(i: int, o: LossConfig) -> float:
+def weight_of(i: int, o: AlgorithmConfig) -> float:
     """The weight of each token of sample i, which counts."""
     of = {j: int(LENGTHS[j]) for j in range(len(LENGTHS)) if COUNTED[j]}
     kind = o.loss_aggregation or PAPERS.get(o.loss_type, "token_mean")
@@ -96,14 +101,14 @@ def weight_of(i: int, o: LossConfig) -> float:
     if kind == "sample_sum":
         return 1 / len(of)
     if kind == "constant":
-        return 1 / len(of) / o.max_completion_length
+        return 1 / len(of) / LONGEST
     if kind == "prompt_mean":
         own = sum(n for j, n in of.items() if GROUPS[j] == GROUPS[i])
         return 1 / len({int(GROUPS[j]) for j in of}) / own
     return 1 / sum(of.values())
 
 
-def transcribed(t: Tokens, o: LossConfig) -> float:
+def transcribed(t: Tokens, o: AlgorithmConfig) -> float:
     """- sum over samples and tokens, in Python's own numbers."""
     total, start = 0.0, 0
     for i, length in enumerate(LENGTHS.tolist()):
@@ -153,7 +158,7 @@ def test_weights_are_those_of_the_formula_and_none_where_a_sample_does_not_count
     loss_type: str, aggregation: str | None
 ) -> None:
     loss_config = replace(WIDE, loss_type=loss_type, loss_aggregation=aggregation)
-    found = token_weights(LENGTHS, loss_config, COUNTED, GROUPS)
+    found = token_weights(LENGTHS, loss_config, COUNTED, GROUPS, LONGEST)
     assert found.dtype == np.float32
     for i, weight in enumerate(found):
         if LENGTHS[i]:
@@ -200,8 +205,10 @@ def test_samples_that_do_not_count_change_nothing_whatever_they_hold() -> None:
         replace(WIDE, loss_type="dapo"),
         replace(WIDE, loss_aggregation="prompt_mean"),
     ):
-        alone = token_weights(LENGTHS[COUNTED], loss_config, groups=GROUPS[COUNTED])
-        found = token_weights(LENGTHS, loss_config, COUNTED, GROUPS)
+        alone = token_weights(
+            LENGTHS[COUNTED], loss_config, groups=GROUPS[COUNTED], max_tokens=LONGEST
+        )
+        found = token_weights(LENGTHS, loss_config, COUNTED, GROUPS, LONGEST)
         np.testing.assert_array_equal(found[COUNTED], alone)
 
 
@@ -243,7 +250,7 @@ def test_k2s_gradient_is_the_divergences_under_the_policy() -> None:
 
 
 def marks(
-    ratios: list[float], advantages: list[float], loss_config: LossConfig
+    ratios: list[float], advantages: list[float], loss_config: AlgorithmConfig
 ) -> tuple[list[bool], list[bool]]:
     count = len(ratios)
     zeros, ones = np.zeros(count), np.ones(count)

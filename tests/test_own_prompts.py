@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from algorithms import advantages_of, loss_of
 from data_sets import MODEL as FOLDER
 from distributed.scripted_turns import AnyEnd
 from four_turns import numpy_loss
 from numpy_model import log_probs
 from small_runs import MODEL
 
-from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import FAILED, Request, Rollout, Sample, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
@@ -51,7 +51,7 @@ from mindgrpo.weights.pretrained import fill_random
 GROUP, MAX_PROMPT, MAX_TOKENS, ROW = 4, 44, 48, 256
 CONFIG = decoder_config(MODEL, "here")
 LAYOUT = Layout.of(Mesh(1, 1), parameter_specs(CONFIG))
-LOSS = LossConfig(beta=0.05)
+LOSS = loss_of(beta=0.05)
 PACKED, ALONE = MicroShape(1, ROW), MicroShape(1, ROW, 1)
 SAMPLING = SamplingParams(max_tokens=MAX_TOKENS, stop_ids=tuple(range(0, 384, 5)))
 TEXTS = {
@@ -188,7 +188,7 @@ def draw(backend: CpuBackend) -> Draw:
             [(p + noise.normal(0, 0.2, p.size)).astype(np.float32) for p in rollout.generator_logps]
             for _ in range(2)
         )
-        batch, _ = compute_advantages(rollout, total, AdvantageConfig(GROUP), old, reference)
+        batch, _ = compute_advantages(rollout, total, advantages_of(GROUP), old, reference)
         return Drawn(rollout, batch, getattr(asked, "requests", []))
 
     return of

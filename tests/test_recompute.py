@@ -15,10 +15,10 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 import pytest
+from algorithms import loss_of
 from mindspore import Tensor, nn, ops
 from small_generators import WITH_AVX512
 
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import NO_PLAN
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
@@ -177,7 +177,7 @@ def test_the_last_stage_computes_all_layers_but_its_last_once_more_with_the_same
 
     def step_of(stage: Stage) -> LossStep:
         net = LogProbStage(stage, shard, 1.0, LOGITS_BYTES)
-        loss = PolicyLoss(LossConfig(), has_old=False)
+        loss = PolicyLoss(loss_of(), has_old=False)
         return LossStep(net, shard.layers, shard.head_key, loss, trained)
 
     def results(step: LossStep, *flows: Tensor) -> list[bytes]:

@@ -16,14 +16,14 @@ import pytest
 import yaml
 from config_files import Loader, section
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.cli.verbs import MODULES, USAGE, main
 from mindgrpo.config.command_line import FLAGS
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, aliases
 from mindgrpo.config.schema import LIVE
-from mindgrpo.settings.section import kinds
 from mindgrpo.errors import UserError
 from mindgrpo.launch.options import FLAGS as LAUNCH_FLAGS
+from mindgrpo.settings.section import kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mindgrpo"

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,17 @@ from golden_models import BOUNDS, read_golden
 from small_runs import EVAL_SAMPLES, input_keys, make_inputs, model_bits, rows
 
 from mindgrpo import GRPOTrainer, SFTTrainer
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import TrainBatch
+from mindgrpo.algorithm.surrogates import LossConfig
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.cli.verbs import main
-from mindgrpo.config import Loaded, config_with, load_config
+from mindgrpo.config import Config, Loaded, config_with, load_config
 from mindgrpo.config.command_line import parse_evaluation
 from mindgrpo.errors import UserError
 from mindgrpo.grpo import supervised as supervised_step
-from mindgrpo.grpo.settings import loss_config
 from mindgrpo.grpo.supervised import in_pieces, rows_as_rollout
 from mindgrpo.models.decoder import KEEP_ALL
 from mindgrpo.monitor.curve import draw_curve
@@ -66,7 +64,7 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_transformers(family: str)
     ids = golden.values["input_ids"].astype(np.int32)
     # Everything but the first token is learnt.
     examples: Any = [Row(np.concatenate([row[:1], ~row[1:]])) for row in ids]
-    supervised = loss_config(config_with(None, {}, is_supervised=True).config)
+    supervised = config_with(None, {}, is_supervised=True).config.rl_config
     adamw, length = AdamWSettings(0.9, 0.95, 1e-8, 0.0), int(ids.size)
     shape = MicroShape(1, length)
     settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, supervised, 1.0, adamw)
@@ -262,11 +260,17 @@ def test_a_configuration_of_supervised_training_is_refused_by_grpo(inputs: Path)
         GRPOTrainer(loaded(inputs, inputs / "x"), ["accuracy_reward"])
 
 
+def as_loss(config: Config) -> LossConfig:
+    """What the loss reads of it."""
+    names = LossConfig.model_fields
+    return LossConfig(**{name: getattr(config.rl_config, name) for name in names})
+
+
 def test_the_loss_is_the_mean_negative_log_likelihood_whatever_the_file_says(inputs: Path) -> None:
     asked = {"rl_config.loss_type": "dapo", "rl_config.entropy_coef": 0.1, "rl_config.seed": 0}
-    own = loss_config(loaded(inputs, inputs / "x", **asked).config)
-    assert own == loss_config(config_with(None, {}, is_supervised=True).config)
-    assert own == replace(LossConfig(), loss_type="gpg", beta=0.0, max_completion_length=1)
+    own = as_loss(loaded(inputs, inputs / "x", **asked).config)
+    assert own == as_loss(config_with(None, {}, is_supervised=True).config)
+    assert own == LossConfig(loss_type="gpg", beta=0.0)
 
 
 @pytest.mark.parametrize(("asked", "found"), [(None, False), ("auto", False), (True, True)])

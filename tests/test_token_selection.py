@@ -5,9 +5,8 @@ Does not prove that an update computes the log-probs that the choice needs; test
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from algorithms import replace
 from loss_variants import WIDE, tokens_of
 
 from mindgrpo.algorithm.surrogates import Tokens

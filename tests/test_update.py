@@ -6,14 +6,15 @@ Does not prove that the update is right for one arrangement, nor anything about 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from algorithms import loss_of, replace
 
 from mindgrpo.algorithm import packing
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.losses import policy_loss, token_weights
 from mindgrpo.algorithm.non_finite import NonFiniteUpdate
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout, pack
@@ -50,7 +51,7 @@ SETTINGS = UpdateSettings(
     num_positions=24,
     temperature=0.9,
     recompute=KEEP_ALL,
-    loss_config=LossConfig(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
+    loss_config=loss_of(epsilon_low=0.2, epsilon_high=0.3, beta=0.05),
     max_grad_norm=0.5,
     adamw=AdamWSettings(0.9, 0.95, 1e-2, 0.1),
 )
@@ -269,8 +270,12 @@ def elaborate(packed: Outcome) -> TrainBatch:
     )
 
 
-ALL_TERMS = LossConfig(
-    epsilon_low=0.1, epsilon_high=0.1, beta=0.05, entropy_coef=0.02, corrected=True
+ALL_TERMS = loss_of(
+    epsilon_low=0.1,
+    epsilon_high=0.1,
+    beta=0.05,
+    entropy_coef=0.02,
+    importance_sampling_correction="token_truncate",
 )
 VARIANTS = {
     "gspo": replace(
@@ -286,7 +291,9 @@ VARIANTS = {
         clip_cov_low=0.01,
         top_entropy_quantile=0.5,
     ),
-    "kl_cov": replace(ALL_TERMS, loss_type="kl_cov", kl_cov_ratio=0.3, corrected=False),
+    "kl_cov": replace(
+        ALL_TERMS, loss_type="kl_cov", kl_cov_ratio=0.3, importance_sampling_correction="none"
+    ),
     "vespo": replace(ALL_TERMS, loss_type="vespo", loss_aggregation="prompt_mean"),
     "sapo": replace(ALL_TERMS, loss_type="sapo", unbiased_kl=True),
     "dppo_tv": replace(ALL_TERMS, loss_type="dppo_tv", epsilon_low=1e-3, epsilon_high=1e-3),
@@ -340,7 +347,7 @@ def test_a_sample_that_does_not_count_teaches_nothing_whatever_it_earned(
 
 
 WITHOUT_KL = {
-    "grpo": LossConfig(epsilon_low=0.1, epsilon_high=0.1),
+    "grpo": loss_of(epsilon_low=0.1, epsilon_high=0.1),
     "gspo": replace(VARIANTS["gspo"], beta=0.0, entropy_coef=0.0),
 }
 
@@ -372,11 +379,11 @@ def test_samples_without_advantage_need_no_backward_pass(
 
 @pytest.mark.parametrize(
     "loss_config",
-    [SETTINGS.loss_config, LossConfig(entropy_coef=0.02)],
+    [SETTINGS.loss_config, loss_of(entropy_coef=0.02)],
     ids=["by KL", "by entropy"],
 )
 def test_samples_without_advantage_have_a_gradient_by_kl_and_by_entropy(
-    policy_of: PolicyOf, packed: Outcome, loss_config: LossConfig
+    policy_of: PolicyOf, packed: Outcome, loss_config: AlgorithmConfig
 ) -> None:
     assert (loss_config.beta > 0) != (loss_config.entropy_coef > 0)
     settings = replace(SETTINGS, loss_config=loss_config)

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import STD_FLOOR
+# Added to a standard deviation before dividing by it, as in verl.
+STD_FLOOR = 1e-6
 
 
 def group_advantages(

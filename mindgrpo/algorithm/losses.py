@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.exponentials import exp
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.surrogates import (
-    SURROGATES,
+    LOSS_TYPES,
+    LossConfig,
     Tokens,
+    cispo,
+    dppo,
     dppo_keeps,
+    gmpo,
     importance_ratio,
     sample_means,
 )
@@ -26,6 +29,7 @@ def token_weights(
     loss_config: LossConfig,
     sample_mask: np.ndarray | None = None,
     groups: Sequence[int] | np.ndarray | None = None,
+    max_tokens: int = 1,
 ) -> np.ndarray:
     """Returns float32 [samples], the weight in the loss of each token of a sample, over the whole of an update.
 
@@ -33,7 +37,7 @@ def token_weights(
       sample_mean   1 / (N |o_i|)                  DeepSeekMath, arXiv:2402.03300, equation 3
       token_mean    1 / sum_j |o_j|                DAPO, arXiv:2503.14476, equation 12
       sample_sum    1 / N                          LUSPO, arXiv:2602.05261
-      constant      1 / (N L)                      Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_completion_length
+      constant      1 / (N L)                      Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_tokens
       prompt_mean   1 / (P sum_{j of i's group} |o_j|)   ScaleRL, arXiv:2510.13786, of P groups
 
     N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
@@ -48,7 +52,7 @@ def token_weights(
     if loss_config.aggregation == "sample_mean":
         weights = 1.0 / (np.maximum(sizes, 1.0) * number)
     elif loss_config.aggregation == "constant":
-        weights = np.full(sizes.size, 1.0 / (number * loss_config.max_completion_length))
+        weights = np.full(sizes.size, 1.0 / (number * max_tokens))
     elif loss_config.aggregation == "sample_sum":
         weights = np.full(sizes.size, 1.0 / number)
     elif loss_config.aggregation == "prompt_mean":
@@ -85,7 +89,7 @@ def has_gradient(
     `advantages` holds a number or float [completion length] per sample.
     """
     weighted = weights > 0
-    if loss_config.beta > 0 or loss_config.entropy_coef > 0 or loss_config.penalises:
+    if loss_config.loss_beta > 0 or loss_config.entropy_coef > 0 or loss_config.penalises:
         return weighted
     return weighted & np.array([bool(np.any(value)) for value in advantages], bool)
 
@@ -100,18 +104,18 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
     arXiv:2512.02556, section 3.1).
     """
     held = tokens.logps if held is None else held
-    gain = SURROGATES[loss_config.surrogate](tokens, loss_config, held)
+    gain = LOSS_TYPES[loss_config.loss_type].surrogate(tokens, loss_config, held)
     if loss_config.penalises:
         gain = gain - tokens.penalties * np.abs(tokens.logps - tokens.old)
     if loss_config.off_policy_mask_threshold is not None:
         gain = np.where(off_policy(tokens, loss_config.off_policy_mask_threshold, held), 0.0, gain)
     terms = -tokens.rollout_is_weights * gain
-    if loss_config.beta > 0:
+    if loss_config.loss_beta > 0:
         kl = kl_estimate(tokens.logps, tokens.reference, loss_config.kl_estimator)
         if loss_config.unbiased_kl:
             level = loss_config.importance_sampling_level
             kl = kl * importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
-        terms = terms + loss_config.beta * kl
+        terms = terms + loss_config.loss_beta * kl
     if loss_config.entropy_coef > 0:
         terms = terms - loss_config.entropy_coef * tokens.entropy
     return float((tokens.weights * terms).sum())
@@ -130,14 +134,14 @@ def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.nda
     For cispo: whether the weight was clipped. For dppo: whether the token was left out. The bound of delta or dual_clip
     counts as an upper end.
     """
-    if loss_config.surrogate.startswith("dppo"):
+    surrogate = LOSS_TYPES[loss_config.loss_type].surrogate
+    if surrogate is dppo:
         out, rises = ~dppo_keeps(tokens, loss_config, tokens.logps), tokens.advantages > 0
         return out & ~rises, out & rises
-    ends = 1.0 - loss_config.epsilon_low, 1.0 + loss_config.epsilon_high
-    if loss_config.surrogate == "gmpo":
-        ends = math.exp(-loss_config.epsilon_low), math.exp(loss_config.epsilon_high)
-    if not loss_config.clips:
-        ends = 0.0, math.inf
+    below, above = loss_config.clip_bounds
+    ends = 1.0 - below, 1.0 + above
+    if surrogate is gmpo:
+        ends = math.exp(-below), math.exp(above)
     level = loss_config.importance_sampling_level
     ratio = importance_ratio(tokens.logps, tokens.old, tokens.lengths, level)
     advantages = tokens.advantages
@@ -150,7 +154,7 @@ def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.nda
         advantages = (sums / np.maximum(tokens.lengths, 1))[rows]
         ratio = ratio[starts[rows]]
     low, high = ratio < ends[0], ratio > ends[1]
-    if loss_config.surrogate == "cispo":
+    if surrogate is cispo:
         return low, high
     low, high = low & (advantages < 0), high & (advantages > 0)
     bound = loss_config.delta if loss_config.dual_clip is None else loss_config.dual_clip

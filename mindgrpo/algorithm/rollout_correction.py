@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.exponentials import exp
-from mindgrpo.algorithm.loss_config import AdvantageConfig
 from mindgrpo.algorithm.sample import Arrays
 
 # In metrics a ratio counts at most so much: the product over a long sample may be beyond every float.
@@ -73,7 +73,7 @@ def correct_rollout(
 
 
 def rejected_samples(
-    trainer: Arrays, generator: Arrays, action_mask: Arrays, config: AdvantageConfig
+    trainer: Arrays, generator: Arrays, action_mask: Arrays, config: AlgorithmConfig
 ) -> np.ndarray:
     """Returns bool [samples]: those that trainer and generator rate too differently to learn from.
 

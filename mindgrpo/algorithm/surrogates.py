@@ -1,17 +1,20 @@
-"""Computes what a loss maximises, its surrogate, on host arrays: one function a name of `loss_config.LOSS_TYPES`.
+"""Declares every loss: its surrogate in NumPy, which it maximises, its paper's averages and bounds, and its keys.
 
-Pure numpy. training/surrogates.py has the same as cells of the graph that is differentiated.
+training/surrogates.py has the surrogates as cells of the graph that is differentiated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 from mindgrpo.algorithm.exponentials import exp, log
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.settings.section import NULL_IS_DEFAULT, Section
 
 # Added to the probability of all other tokens, which is rounded to 0 where a token's is 1.
 PROBABILITY_FLOOR = 1e-8
@@ -64,7 +67,8 @@ def clipped_surrogate(tokens: Tokens, config: LossConfig, held: np.ndarray) -> n
         tokens.logps, tokens.old, tokens.lengths, config.importance_sampling_level
     )
     bounded = ratio if config.delta is None else np.minimum(ratio, config.delta)
-    clipped = np.clip(ratio, 1.0 - config.epsilon_low, 1.0 + config.epsilon_high)
+    low, high = config.clip_bounds
+    clipped = np.clip(ratio, 1.0 - low, 1.0 + high)
     value = np.minimum(bounded * advantages, clipped * advantages)
     if config.dual_clip is not None:
         value = np.where(advantages < 0, np.maximum(value, config.dual_clip * advantages), value)
@@ -74,7 +78,8 @@ def clipped_surrogate(tokens: Tokens, config: LossConfig, held: np.ndarray) -> n
 def cispo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes sg(clip(rho, 1 - low, 1 + high)) A log p (MiniMax-M1, arXiv:2506.13585, equations 4 and 5)."""
     ratio = importance_ratio(held, tokens.old, tokens.lengths, "token")
-    weight = np.clip(ratio, 1.0 - config.epsilon_low, 1.0 + config.epsilon_high)
+    low, high = config.clip_bounds
+    weight = np.clip(ratio, 1.0 - low, 1.0 + high)
     return np.asarray(weight * tokens.advantages * tokens.logps)
 
 
@@ -94,13 +99,13 @@ def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarr
     high or low, or pi has moved against the sign of A (binary KL, dppo_kl).
     """
     pi, mu = exp(held), exp(tokens.old)
-    rises = tokens.advantages > 0
-    if config.surrogate == "dppo_tv":
-        moved = np.where(rises, pi - mu - config.epsilon_high, mu - pi - config.epsilon_low)
+    rises, (low, high) = tokens.advantages > 0, config.clip_bounds
+    if config.loss_type == "dppo_tv":
+        moved = np.where(rises, pi - mu - high, mu - pi - low)
         return np.asarray(moved <= 0)
     rest = log((1.0 - mu + PROBABILITY_FLOOR) / (1.0 - pi + PROBABILITY_FLOOR))
     divergence = mu * (tokens.old - held) + (1.0 - mu) * rest
-    bound = np.where(rises, config.epsilon_high, config.epsilon_low)
+    bound = np.where(rises, high, low)
     return np.asarray((divergence <= bound) | np.where(rises, pi <= mu, pi >= mu))
 
 
@@ -117,7 +122,8 @@ def gmpo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     log rho is at most `high` where A > 0, and at least -`low` where A < 0.
     """
     log_ratio, sign = tokens.logps - tokens.old, np.sign(tokens.advantages)
-    clipped = np.clip(log_ratio, -config.epsilon_low, config.epsilon_high)
+    low, high = config.clip_bounds
+    clipped = np.clip(log_ratio, -low, high)
     kept = sign * np.minimum(sign * log_ratio, sign * clipped)
     return np.asarray(exp(sample_means(kept, tokens.lengths)) * tokens.advantages)
 
@@ -149,15 +155,279 @@ def gpg(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 
 
 # (tokens, settings, log-probs where the surrogate stops gradients) -> float [tokens].
-Surrogate = Callable[[Tokens, LossConfig, np.ndarray], np.ndarray]
-SURROGATES: dict[str, Surrogate] = {
-    "clip": clipped_surrogate,
-    "cispo": cispo,
-    "sapo": sapo,
-    "dppo_tv": dppo,
-    "dppo_kl": dppo,
-    "gmpo": gmpo,
-    "vespo": vespo,
-    "gpg": gpg,
-    "ratio": plain_ratio,
+Surrogate = Callable[[Tokens, "LossConfig", np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LossType:
+    """What a value of rl_config.loss_type stands for; `title` says it to users.
+
+    `aggregation` is its paper's, of `losses.token_weights`, and `levels` are the importance_sampling_levels that it is
+    defined with. `epsilon` are its paper's epsilon_low and epsilon_high; None: it clips nothing. `keys` are the keys of
+    rl_config that it reads and not every loss. `of_samples`: the surrogate of a token depends on its whole sample.
+    `old` says whose log-probs are the old ones: those of the trainer before the step's first update, or of the
+    generator.
+    """
+
+    surrogate: Surrogate
+    aggregation: str
+    title: str
+    levels: tuple[str, ...] = ("token",)
+    epsilon: tuple[float, float] | None = (0.2, 0.2)
+    keys: tuple[str, ...] = ()
+    of_samples: bool = False
+    old: str = "trainer"
+
+
+CLIPPED, ANY_LEVEL = "the clipped ratio", ("token", "sequence")
+CLIP_BOUNDS = ("delta", "dual_clip")
+LOSS_TYPES = {
+    "grpo": LossType(clipped_surrogate, "sample_mean", CLIPPED, ANY_LEVEL, keys=CLIP_BOUNDS),
+    "bnpo": LossType(clipped_surrogate, "token_mean", CLIPPED, ANY_LEVEL, keys=CLIP_BOUNDS),
+    "dr_grpo": LossType(clipped_surrogate, "constant", CLIPPED, ANY_LEVEL, keys=CLIP_BOUNDS),
+    "dapo": LossType(clipped_surrogate, "token_mean", CLIPPED, ANY_LEVEL, keys=CLIP_BOUNDS),
+    "cispo": LossType(cispo, "token_mean", "the clipped ratio as a constant weight (no gradient)"),
+    "sapo": LossType(
+        sapo,
+        "sample_mean",
+        "a soft gate of the ratio",
+        epsilon=None,
+        keys=("sapo_temperature_pos", "sapo_temperature_neg"),
+    ),
+    "dppo_tv": LossType(
+        dppo,
+        "constant",
+        "tokens whose probability has moved too far are left out",
+        epsilon=(0.15, 0.15),
+        keys=("dppo_ratio_cap",),
+        old="generator",
+    ),
+    "dppo_kl": LossType(
+        dppo,
+        "constant",
+        "tokens whose probability has moved too far are left out",
+        epsilon=(0.05, 0.05),
+        keys=("dppo_ratio_cap",),
+        old="generator",
+    ),
+    "gmpo": LossType(
+        gmpo,
+        "sample_mean",
+        "the geometric mean of the sample's clipped ratios",
+        epsilon=(0.4, 0.4),
+        of_samples=True,
+    ),
+    "luspo": LossType(
+        clipped_surrogate,
+        "sample_sum",
+        "the clipped ratio of the sample",
+        ("sequence",),
+        (2e-3, 2.5e-3),
+        CLIP_BOUNDS,
+    ),
+    "vespo": LossType(
+        vespo,
+        "token_mean",
+        "a weight by the product of the sample's ratios",
+        epsilon=None,
+        keys=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        of_samples=True,
+        old="generator",
+    ),
+    "gpg": LossType(gpg, "token_mean", "no ratio", epsilon=None),
+    "clip_cov": LossType(
+        clipped_surrogate,
+        "token_mean",
+        "the clipped ratio without some tokens of high covariance of log-prob and advantage",
+        epsilon=(1.0, 1.0),
+        keys=(*CLIP_BOUNDS, "clip_cov_ratio", "clip_cov_low", "clip_cov_high"),
+    ),
+    "kl_cov": LossType(
+        plain_ratio,
+        "token_mean",
+        "the ratio, with a penalty on such tokens",
+        epsilon=None,
+        keys=("kl_cov_ratio", "kl_cov_coef"),
+    ),
 }
+if TYPE_CHECKING:
+    LossName = str
+else:
+    LossName = Literal[tuple(LOSS_TYPES)]
+
+
+def _titles() -> str:
+    told = groupby(LOSS_TYPES.items(), lambda item: item[1].title)
+    named = ((title, [f"{name} ({loss.aggregation})" for name, loss in own]) for title, own in told)
+    return "; ".join(f"{', '.join(names)}: {title}" for title, names in named)
+
+
+def _of_papers(end: int) -> str:
+    """Lists the losses' epsilon_low (`end` 0) or epsilon_high (1), those that differ from GRPO's by name."""
+    own = {name: loss.epsilon[end] for name, loss in LOSS_TYPES.items() if loss.epsilon}
+    others = (f"{name} {value:g}" for name, value in own.items() if value != own["grpo"])
+    return f"{own['grpo']:g}; {', '.join(others)}"
+
+
+class LossConfig(Section):
+    """The keys of `rl_config` that the loss reads."""
+
+    loss_type: LossName = Field(
+        "grpo",
+        description="what the update maximises, and how it is averaged unless loss_aggregation says so. "
+        + _titles(),
+    )
+    loss_aggregation: (
+        Literal["token_mean", "sample_mean", "sample_sum", "prompt_mean", "constant"] | None
+    ) = None
+    """how token losses are averaged. token_mean: over all tokens of the update; sample_mean: over the tokens of each
+    sample, then over samples; sample_sum: sum over the tokens of each sample, then mean over samples; prompt_mean: over
+    the tokens of each prompt's samples, then over prompts; constant: sum of all tokens / (samples x max_tokens); null:
+    as in the paper of loss_type"""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """token: each token has its own importance ratio; sequence: all tokens of a sample share the geometric mean
+    (GSPO)"""
+    epsilon_low: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: how far a token's probability may fall; "
+        "dppo_kl: the binary KL divergence at which it has fallen too far; gmpo: of the logarithm of the ratio; null: "
+        f"as in the paper of loss_type ({_of_papers(0)})",
+    )
+    epsilon_high: float | None = Field(
+        None,
+        gt=0,
+        description="upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl, gmpo: as "
+        f"epsilon_low, of what rises; null: as in the paper of loss_type ({_of_papers(1)})",
+    )
+    delta: float | None = Field(None, gt=1)
+    """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
+    dual_clip: float | None = Field(None, gt=1)
+    """dual clipping: lower bound of the surrogate for negative advantages, as a multiple of the advantage; null: off"""
+    sapo_temperature_pos: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
+    """temperature of sapo's gate for positive advantages"""
+    sapo_temperature_neg: Annotated[float, NULL_IS_DEFAULT] = Field(1.05, gt=0)
+    """temperature of sapo's gate for other advantages"""
+    dppo_ratio_cap: Annotated[float, NULL_IS_DEFAULT] = Field(20.0, ge=1)
+    """maximum of the ratio in dppo_tv and dppo_kl"""
+    vespo_k_pos: Annotated[float, NULL_IS_DEFAULT] = Field(2.0, ge=0)
+    """exponent of vespo's weight for advantages >= 0"""
+    vespo_lambda_pos: Annotated[float, NULL_IS_DEFAULT] = Field(3.0, gt=0)
+    """decay of vespo's weight for advantages >= 0"""
+    vespo_k_neg: Annotated[float, NULL_IS_DEFAULT] = Field(3.0, ge=0)
+    """exponent of vespo's weight for negative advantages"""
+    vespo_lambda_neg: Annotated[float, NULL_IS_DEFAULT] = Field(2.0, gt=0)
+    """decay of vespo's weight for negative advantages"""
+    clip_cov_ratio: Annotated[float, NULL_IS_DEFAULT] = Field(2e-4, gt=0, le=1)
+    """share of tokens that clip_cov leaves out"""
+    clip_cov_low: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
+    """covariance above which clip_cov leaves tokens out"""
+    clip_cov_high: Annotated[float, NULL_IS_DEFAULT] = Field(5.0, gt=0)
+    """covariance below which clip_cov leaves tokens out"""
+    kl_cov_ratio: Annotated[float, NULL_IS_DEFAULT] = Field(2e-4, gt=0, le=1)
+    """share of tokens that kl_cov holds to the old policy"""
+    kl_cov_coef: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
+    """coefficient of |log ratio| of kl_cov's tokens"""
+    top_entropy_quantile: float = Field(1.0, gt=0, le=1)
+    """share of an update's tokens, those of highest entropy, whose surrogate counts; 1: all; below 1, as with clip_cov
+    and kl_cov, every update has one more forward pass"""
+
+    beta: float = Field(0.01, ge=0)
+    """coefficient of the KL penalty; 0: no KL penalty; no reference model is loaded unless distillation_coef is set"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """estimator of the KL divergence, with d = logp - reference logp. k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1. Use k1
+    only with kl_in_reward: in the loss its gradient has mean 0"""
+    kl_in_reward: bool = False
+    """subtract beta x KL from the rewards instead of adding it to the loss; requires old log-probs"""
+    unbiased_kl: bool = False
+    """multiply the KL term of the loss by the importance ratio, so that its gradient is that of the KL divergence also
+    when the policy has moved (DeepSeek-V3.2)"""
+    entropy_coef: float = Field(0.0, ge=0)
+    """coefficient of the entropy bonus; 0: no bonus"""
+    importance_sampling_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """correct for differences between generator and trainer: multiply the surrogate by p_trainer / p_generator of the
+    token or of the sequence; above importance_sampling_cap, or below importance_sampling_floor, the weight is clamped
+    to it (truncate) or set to 0 (mask). Requires old log-probs"""
+    importance_sampling_cap: Annotated[float, NULL_IS_DEFAULT] = Field(2.0, ge=1)
+    """maximum weight in importance_sampling_correction"""
+    importance_sampling_floor: float | None = Field(None, gt=0, le=1)
+    """minimum weight in importance_sampling_correction (IcePop: 0.5 with token_mask and a cap of 5); null: none"""
+    off_policy_mask_threshold: float | None = Field(None, ge=0)
+    """off-policy sequence masking (DeepSeek-V3.2): no surrogate for samples with a negative advantage of which the mean
+    of old log-prob - log-prob is above; usually with old_logps generator; null: off"""
+    old_logps: Literal["trainer", "generator"] | None = Field(
+        None,
+        description="whose log-probs the ratio compares with. trainer: the policy's before the first update; "
+        "generator: those that the tokens were sampled with, so that the ratio also corrects the generator's mismatch "
+        "and no pass is needed; null: as in the paper of loss_type "
+        f"({', '.join(name for name, loss in LOSS_TYPES.items() if loss.old == 'generator')}: generator, others: "
+        "trainer)",
+    )
+    enable_oldpolicy: bool = True
+    """use the policy's log-probs before the first update if a rollout has more than one: computed, or with
+    context.batch_invariant the generator's; false: the ratio is always 1"""
+
+    @property
+    def clips(self) -> bool:
+        return LOSS_TYPES[self.loss_type].epsilon is not None
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """Returns how far below and above 1 a ratio is clipped; (0, inf) of a loss that clips nothing."""
+        papers = LOSS_TYPES[self.loss_type].epsilon
+        if papers is None:
+            return 1.0, np.inf
+        low, high = self.epsilon_low, self.epsilon_high
+        return papers[0] if low is None else low, papers[1] if high is None else high
+
+    @property
+    def aggregation(self) -> str:
+        return self.loss_aggregation or LOSS_TYPES[self.loss_type].aggregation
+
+    @property
+    def loss_beta(self) -> float:
+        """Returns the weight of the KL term in the loss, 0 where it is part of the reward."""
+        return 0.0 if self.kl_in_reward else self.beta
+
+    @property
+    def is_corrected(self) -> bool:
+        """Returns whether the policy's term is multiplied by weights that correct for the generator's log-probs."""
+        return self.importance_sampling_correction != "none"
+
+    @property
+    def old_source(self) -> str:
+        """Returns whose the old log-probs are: the trainer's or the generator's."""
+        return self.old_logps or LOSS_TYPES[self.loss_type].old
+
+    @property
+    def selects(self) -> bool:
+        """Returns whether tokens are chosen among the update's, by one more pass forward before its gradient."""
+        return self.leaves_out or self.penalises
+
+    @property
+    def penalises(self) -> bool:
+        """Returns whether some tokens' ratios are held to 1."""
+        return self.loss_type == "kl_cov"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Returns whether some tokens have no surrogate."""
+        return self.loss_type == "clip_cov" or self.top_entropy_quantile < 1.0
+
+    @property
+    def by_sequence(self) -> bool:
+        return self.importance_sampling_level == "sequence"
+
+    @property
+    def of_samples(self) -> bool:
+        """Returns whether a token's term depends on other tokens of its sample."""
+        masks = self.off_policy_mask_threshold is not None
+        return masks or self.has_sample_ratio
+
+    @property
+    def has_sample_ratio(self) -> bool:
+        """Returns whether a ratio, or what is made of it, is one number a sample."""
+        return self.by_sequence or LOSS_TYPES[self.loss_type].of_samples

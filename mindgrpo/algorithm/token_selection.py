@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.losses import clipped
-from mindgrpo.algorithm.surrogates import Tokens
+from mindgrpo.algorithm.surrogates import LossConfig, Tokens
 
 
 def covariances(tokens: Tokens) -> np.ndarray:

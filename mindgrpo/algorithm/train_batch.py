@@ -10,20 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindgrpo.algorithm.advantages import (
-    against_greedy,
-    best_of_group,
-    decoupled_advantages,
     distilled,
-    group_advantages,
-    leave_one_out,
-    maximum_likelihood,
-    optimal_baseline,
     reinforce_plus_plus,
-    rescaled_advantages,
     turn_advantages,
     zero_std_groups,
 )
-from mindgrpo.algorithm.loss_config import AdvantageConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig, Earned
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.rollout_correction import (
     RolloutCorrection,
@@ -32,45 +24,42 @@ from mindgrpo.algorithm.rollout_correction import (
 )
 from mindgrpo.algorithm.sample import LENGTH, Arrays, Rollout, TrainBatch
 
-# (weight, float [samples], nan where it did not score) of each reward function.
-Components = Sequence[tuple[float, np.ndarray]]
-
 
 def compute_advantages(
     rollout: Rollout,
     rewards: np.ndarray,
-    config: AdvantageConfig,
+    config: AlgorithmConfig,
     old_logps: Arrays | None = None,
     reference_logps: Arrays | None = None,
     turn_rewards: Arrays | None = None,
-    components: Components = (),
+    components: Sequence[tuple[float, np.ndarray]] = (),
     greedy: np.ndarray | None = None,
     baselines: np.ndarray | None = None,
     failed: np.ndarray | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
 
-    `components` are each reward function's, which gdpo needs; `greedy` float [groups] are rewards of greedy
-    completions, which remax needs, and `baselines` float [samples] those of roles, which rae needs; `turn_rewards`
+    `components`, `greedy` and `baselines` are those of `Earned`, where the estimator needs them; `turn_rewards`
     float [turns] per sample are needed where turns have advantages of their own. `old_logps` and `reference_logps`
     float32 [completion length] per sample are the policy's before its update and the reference's. Samples that are
     `failed` (bool [samples], None: none) have no reward but a number in its place: their advantage is 0.
     Raises ValueError on rewards that are not finite, and where the settings need what is not given.
     """
     sample_mask = None
-    if config.mask_truncated:
+    if config.mask_truncated_completions:
         sample_mask = np.array([reason != LENGTH for reason in rollout.finish_reasons])
-    if config.mask_equal:
+    if config.mask_equal_groups:
         differ = ~zero_std_groups(rewards, config.num_generations).repeat(config.num_generations)
         sample_mask = differ if sample_mask is None else sample_mask & differ
     penalties = _penalties(rollout, config, old_logps, reference_logps)
     failed = _without_reward(failed, greedy, config, len(rollout))
     token_advantages = None
-    if config.advantage_estimator.startswith("reinforce_plus_plus"):
+    estimate = config.estimator.advantages
+    if estimate is None:
         by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask, failed)
         advantages = _means(by_token, rollout)
         token_advantages = by_token if config.reward_beta > 0 else None
-    elif config.by_turn:
+    elif config.turn_advantages:
         if turn_rewards is None:
             raise ValueError("advantages of turns need their rewards")
         token_advantages = _by_turn(rollout, turn_rewards, config)
@@ -80,20 +69,24 @@ def compute_advantages(
         if config.reward_beta > 0:
             rewards = rewards - np.array([penalty.sum() for penalty in penalties])
         lengths = np.where(failed, 0, rollout.action_lengths)
-        advantages = _by_sample(lengths, rewards, config, components, greedy, baselines)
+        advantages = estimate(Earned(rewards, lengths, components, greedy, baselines), config)
         advantages = np.where(failed, np.float32(0), advantages)
     if config.distillation_coef > 0:
         earned = advantages if token_advantages is None else token_advantages
         token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
         advantages = _means(token_advantages, rollout)
     correction = rejected = None
-    if config.correction != "none" or config.rejects:
+    if config.is_corrected or config.rejects:
         if old_logps is None:
             raise ValueError("the correction of the rollout's log-probs needs the policy's")
         compared = old_logps, rollout.generator_logps, rollout.action_mask
-    if config.correction != "none":
-        bounds = config.correction_cap, config.correction_floor
-        correction = correct_rollout(*compared, config.correction, *bounds)
+    if config.is_corrected:
+        correction = correct_rollout(
+            *compared,
+            config.importance_sampling_correction,
+            config.importance_sampling_cap,
+            config.importance_sampling_floor or 0.0,
+        )
     if config.rejects:
         rejected = rejected_samples(*compared, config)
         sample_mask = ~rejected if sample_mask is None else sample_mask & ~rejected
@@ -111,51 +104,11 @@ def compute_advantages(
 
 
 def _without_reward(
-    failed: np.ndarray | None, greedy: np.ndarray | None, config: AdvantageConfig, num_samples: int
+    failed: np.ndarray | None, greedy: np.ndarray | None, config: AlgorithmConfig, num_samples: int
 ) -> np.ndarray:
     """Returns bool [samples]: those that failed, and groups whose greedy completion did."""
     without = np.zeros(num_samples, bool) if failed is None else failed
     return without if greedy is None else without | np.isnan(greedy).repeat(config.num_generations)
-
-
-def _by_sample(
-    lengths: np.ndarray,
-    rewards: np.ndarray,
-    config: AdvantageConfig,
-    components: Components,
-    greedy: np.ndarray | None,
-    baselines: np.ndarray | None,
-) -> np.ndarray:
-    """Returns float32 [samples], of the estimators that give a sample one advantage.
-
-    `lengths` int [samples] are the weights of samples in opo's baseline.
-    """
-    count, scale, floor = config.num_generations, config.scale_rewards, config.std_floor
-    match config.advantage_estimator:
-        case "rloo":
-            return leave_one_out(rewards, count)
-        case "gdpo":
-            if not components:
-                raise ValueError("gdpo needs each function's rewards")
-            return decoupled_advantages(components, count, floor)
-        case "remax":
-            if greedy is None:
-                raise ValueError("remax needs the rewards of greedy completions")
-            return against_greedy(rewards, greedy, count)
-        case "rae":
-            if baselines is None:
-                raise ValueError("rae needs the baselines of roles")
-            return (rewards - baselines).astype(np.float32)
-        case "maxrl":
-            return maximum_likelihood(rewards, count, floor)
-        case "opo":
-            return optimal_baseline(rewards, lengths, count)
-        case "pass_at_k":
-            return best_of_group(rewards, count, scale, floor)
-        case "gpg":
-            return rescaled_advantages(rewards, count)
-        case _:
-            return group_advantages(rewards, count, scale, floor)
 
 
 def _means(by_token: Arrays, rollout: Rollout) -> np.ndarray:
@@ -164,13 +117,13 @@ def _means(by_token: Arrays, rollout: Rollout) -> np.ndarray:
     return np.array([values.mean() if values.size else 0.0 for values in actions], np.float32)
 
 
-def _by_turn(rollout: Rollout, turn_rewards: Arrays, config: AdvantageConfig) -> Arrays:
+def _by_turn(rollout: Rollout, turn_rewards: Arrays, config: AlgorithmConfig) -> Arrays:
     """Returns float32 [completion length] per sample: a turn's advantage on each of its tokens, 0 on context.
 
     Turns are separated by context. Raises ValueError where there are more or fewer than rewards.
     """
     advantages = turn_advantages(
-        turn_rewards, config.num_generations, config.scale_rewards, config.std_floor
+        turn_rewards, config.num_generations, config.reward_scale, config.advantage_std_floor
     )
     by_token = []
     for values, mask in zip(advantages, rollout.action_mask, strict=True):
@@ -186,7 +139,7 @@ def _reinforce_plus_plus(
     rollout: Rollout,
     rewards: np.ndarray,
     penalties: Arrays,
-    config: AdvantageConfig,
+    config: AlgorithmConfig,
     sample_mask: np.ndarray | None,
     failed: np.ndarray,
 ) -> Arrays:
@@ -194,10 +147,12 @@ def _reinforce_plus_plus(
 
     Those of samples that are `failed` are 0, and count neither in the mean nor in the deviation.
     """
-    baseline = config.num_generations if config.advantage_estimator.endswith("baseline") else None
+    baseline = config.num_generations if config.estimator.compares else None
     counted = ~failed if sample_mask is None else sample_mask & ~failed
     actions = [p[mask] for p, mask in zip(penalties, rollout.action_mask, strict=True)]
-    advantages = reinforce_plus_plus(rewards, actions, counted, baseline, config.std_floor)
+    advantages = reinforce_plus_plus(
+        rewards, actions, counted, baseline, config.advantage_std_floor
+    )
     by_token = []
     for values, mask, is_failed in zip(advantages, rollout.action_mask, failed, strict=True):
         spread = np.zeros(mask.size, np.float32)
@@ -209,7 +164,7 @@ def _reinforce_plus_plus(
 def _distilled(
     rollout: Rollout,
     advantages: Arrays | np.ndarray,
-    config: AdvantageConfig,
+    config: AlgorithmConfig,
     old_logps: Arrays | None,
     reference_logps: Arrays | None,
 ) -> Arrays:
@@ -227,7 +182,7 @@ def _distilled(
 
 def _penalties(
     rollout: Rollout,
-    config: AdvantageConfig,
+    config: AlgorithmConfig,
     old_logps: Arrays | None,
     reference_logps: Arrays | None,
 ) -> list[np.ndarray]:

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.estimators import AlgorithmConfig
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.checkpoint.format import Identity
 from mindgrpo.errors import UserError
 
@@ -71,9 +72,9 @@ class Difference:
 
 
 def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings with numbers for clip bounds that are the paper's, and none of an engine that is not used.
+    """Returns the settings with numbers where null stands for them, and none of an engine that is not used.
 
-    What is null today was a number in earlier versions.
+    Earlier versions had null where there is a number today, or a number where it is null.
     """
     uses_vllm = config.get("generate_config.use_vllm") != 0
     kept = {
@@ -81,6 +82,10 @@ def _in_effect(config: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in config.items()
         if uses_vllm or not key.startswith("generate_config.vllm.")
     }
+    for name, field in AlgorithmConfig.model_fields.items():
+        # What is null today as well has null as its default.
+        if kept.get(f"rl_config.{name}", 0) is None:
+            kept[f"rl_config.{name}"] = field.default
     loss_type = LOSS_TYPES.get(str(config.get("rl_config.loss_type")))
     for number, key in enumerate(("rl_config.epsilon_low", "rl_config.epsilon_high")):
         if key in kept and kept[key] is None and loss_type is not None and loss_type.epsilon:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mindgrpo.algorithm.loss_config import ESTIMATORS, LOSS_TYPES, LossConfig
+from mindgrpo.algorithm.estimators import ESTIMATORS
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.config.rl import RLConfig
 
 
@@ -21,6 +22,11 @@ def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
             f"rl_config.distillation_coef {rl.distillation_coef:g} gives their tokens advantages, too; set "
             "mask_equal_groups to false"
         )
+
+
+def is_set(rl: RLConfig, name: str) -> bool:
+    """Returns whether a key has another value than its default."""
+    return bool(getattr(rl, name) != RLConfig.model_fields[name].default)
 
 
 def without_rewards(rl: RLConfig) -> Iterator[str]:
@@ -48,7 +54,7 @@ def _loss(rl: RLConfig) -> Iterator[str]:
     loss = LOSS_TYPES[rl.loss_type]
     for name in dict.fromkeys(key for other in LOSS_TYPES.values() for key in other.keys):
         value = getattr(rl, name)
-        if value is not None and name not in loss.keys:
+        if is_set(rl, name) and name not in loss.keys:
             users = ", ".join(kind for kind, other in LOSS_TYPES.items() if name in other.keys)
             yield (
                 f"rl_config.{name} is {value}, which rl_config.loss_type {rl.loss_type} does not use, but {users}; "
@@ -60,8 +66,7 @@ def _loss(rl: RLConfig) -> Iterator[str]:
                 f"rl_config.{name} is {getattr(rl, name)}, but rl_config.loss_type {rl.loss_type} clips nothing; set "
                 f"rl_config.{name} to null"
             )
-    low = rl.clip_cov_low or LossConfig.clip_cov_low
-    high = rl.clip_cov_high or LossConfig.clip_cov_high
+    low, high = rl.clip_cov_low, rl.clip_cov_high
     if low >= high:
         yield (
             f"rl_config.clip_cov_low {low} is not below rl_config.clip_cov_high {high}, so that no token is left out; "
@@ -80,8 +85,8 @@ def _clips(rl: RLConfig) -> Iterator[str]:
             f"rl_config.delta {rl.delta} and rl_config.dual_clip {rl.dual_clip} bound the same ratios, those of "
             "negative advantages; set one of them to null"
         )
-    _, high = rl.clip_bounds or (0.0, 0.0)
-    if rl.delta is not None and rl.delta <= 1 + high:
+    _, high = rl.clip_bounds
+    if rl.delta is not None and rl.clips and rl.delta <= 1 + high:
         yield (
             f"rl_config.delta {rl.delta} must be above 1 + rl_config.epsilon_high, which is "
             f"{1 + high:g}, or it would undo that clip; raise rl_config.delta"
@@ -97,7 +102,7 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
             "reinforce_plus_plus, remax or rae"
         )
     for name in ("role_column", "role_baseline_ema_gamma"):
-        if getattr(rl, name) is not None and not known.needs_baselines:
+        if is_set(rl, name) and not known.needs_baselines:
             yield (
                 f"rl_config.{name} is {getattr(rl, name)}, which rl_config.advantage_estimator {estimator} does not "
                 f"use, but rae; leave {name} out or use rae"
@@ -145,7 +150,7 @@ def _kl_in_reward(rl: RLConfig) -> Iterator[str]:
     own = "rl_config.distillation_coef" if rl.distillation_coef else ""
     if rl.kl_in_reward and rl.advantage_estimator.startswith("reinforce_plus_plus"):
         own = f"rl_config.kl_in_reward with rl_config.advantage_estimator {rl.advantage_estimator}"
-    if own and rl.loss_of_samples:
+    if own and rl.has_sample_ratio:
         yield (
             f"{own} gives every token an advantage of its own, and rl_config.loss_type {rl.loss_type} by "
             f"{rl.importance_sampling_level} needs one a sample; choose a loss by token or leave "
@@ -173,7 +178,6 @@ def _old_of_generator(rl: RLConfig) -> Iterator[str]:
 
 
 def _switched_off(rl: RLConfig) -> Iterator[str]:
-    corrects = rl.importance_sampling_correction != "none"
     if rl.unbiased_kl and (rl.beta == 0 or rl.kl_in_reward):
         yield (
             f"rl_config.unbiased_kl is about the KL in the loss, and rl_config.beta {rl.beta:g} with "
@@ -196,13 +200,13 @@ def _switched_off(rl: RLConfig) -> Iterator[str]:
                 f"is false; set enable_oldpolicy to true or leave {name} out"
             )
     for name, effect in (("cap", "capped"), ("floor", "bounded")):
-        value = getattr(rl, f"importance_sampling_{name}")
-        if value is not None and not corrects:
+        key = f"importance_sampling_{name}"
+        if is_set(rl, key) and not rl.is_corrected:
             yield (
-                f"rl_config.importance_sampling_{name} is {value}, but rl_config.importance_sampling_correction is "
+                f"rl_config.{key} is {getattr(rl, key)}, but rl_config.importance_sampling_correction is "
                 f"none, so nothing is {effect}; set the correction to token_truncate or leave the {name} out"
             )
-    if rl.dynamic_sampling_rounds is not None and not rl.dynamic_sampling:
+    if is_set(rl, "dynamic_sampling_rounds") and not rl.dynamic_sampling:
         yield (
             f"rl_config.dynamic_sampling_rounds is {rl.dynamic_sampling_rounds}, but rl_config.dynamic_sampling is "
             "false, so nothing is replaced; set dynamic_sampling to true or leave the rounds out"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from os.path import normpath
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.config.observation import TENSORBOARD, MonitorConfig, ProfilerConfig
 from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import (

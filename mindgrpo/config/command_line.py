@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mindgrpo.config.names import SECTIONS, aliases, nearest, suggestion
 from mindgrpo.config.schema import LIVE
-from mindgrpo.settings.section import kinds
 from mindgrpo.config.supervised import is_of_supervised
 from mindgrpo.errors import UserError, error_of, whole_number
+from mindgrpo.settings.section import kinds
 
 CONFIG = "--config"
 FLAGS: dict[str, str] = {

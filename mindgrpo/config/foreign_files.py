@@ -14,10 +14,10 @@ from mindgrpo.config.load import parsed
 from mindgrpo.config.names import aliases
 from mindgrpo.config.python_values import Call, Program, read_program
 from mindgrpo.config.schema import LIVE
-from mindgrpo.settings.section import kinds
 from mindgrpo.config.shell_words import commands
 from mindgrpo.config.yaml_file import flatten
 from mindgrpo.errors import UserError
+from mindgrpo.settings.section import kinds
 from mindgrpo.strict_files import read_text
 
 ASSIGNED = re.compile(r"(?:\+\+?|--)?(?P<name>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.config.meanings import (
     AS_HERE,
     Ignored,

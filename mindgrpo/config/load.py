@@ -21,10 +21,10 @@ from mindgrpo.config.checks import Contradiction
 from mindgrpo.config.command_line import CONFIG, key_of, split_overrides
 from mindgrpo.config.names import PENDING, RETIRED, SECTIONS, nearest, retired_key, unknown
 from mindgrpo.config.schema import LIVE, Config, values_by_key
-from mindgrpo.settings.section import BOUNDS, Section, either, kinds
 from mindgrpo.config.supervised import supervised
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
 from mindgrpo.errors import UserError, error_of
+from mindgrpo.settings.section import BOUNDS, Section, either, kinds
 from mindgrpo.strict_files import at_home, no_path
 
 # What a run cannot start without; `plan` and its like can.

@@ -23,8 +23,8 @@ from mindgrpo.config.names import (
     suggestion,
 )
 from mindgrpo.config.schema import LIVE
-from mindgrpo.settings.section import takes
 from mindgrpo.errors import UserError
+from mindgrpo.settings.section import takes
 
 _HEAD = """# Configuration reference
 

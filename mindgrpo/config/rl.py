@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from mindgrpo.config.algorithm import AlgorithmKeys
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.settings.section import (
     AFTER_SIZE,
     BEFORE_LIST,
@@ -95,9 +95,6 @@ class ConversationKeys(Section):
     environment_deadline: float = Field(10.0, gt=0)
     """timeout of reset and step in seconds; an environment that takes longer is terminated, and its conversation ends
     as failed"""
-    turn_advantages: bool = False
-    """compute an advantage for each turn from the environment's rewards of this and later turns; false: one advantage
-    per conversation, from the sum of its rewards"""
 
     @property
     def has_conversations(self) -> bool:
@@ -139,7 +136,7 @@ class PartialRolloutKeys(Section):
         return self.partial_rollout_chunk or DEFAULT_CHUNK
 
 
-class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKeys):
+class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRolloutKeys):
     model_name: OptionalText = None
     """name of the model in the console output"""
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = "OFF"
@@ -204,8 +201,6 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """MindRLHF's way to set the prompts of a step: number of rollouts of chunk_size prompts; null: 1"""
     chunk_size: int | None = Field(None, ge=1)
     """prompts per rollout on each data-parallel rank of the generator, as in MindRLHF; null: 1"""
-    num_generations: int = Field(8, ge=1)
-    """completions per prompt (group size)"""
     router_replay: bool = True
     """train each token with the experts that it had in the generator (R3); false: with those that a forward pass
     of the trainer chooses before the step's first update, the only way with vLLM. No effect on models without
@@ -220,9 +215,6 @@ class RLConfig(AlgorithmKeys, CheckpointKeys, ConversationKeys, PartialRolloutKe
     """number of passes over the samples of a step"""
     updates_per_rollout: int | None = Field(None, ge=1)
     """number of optimizer steps per pass over the samples; null: computed from micro_batch_num, else 1"""
-
-    seed: int = Field(0, ge=0)
-    """seed of the data order and of sampling"""
 
     eval_steps: int = Field(0, ge=0)
     """evaluate every N steps; 0: only before and after the run"""

@@ -12,7 +12,6 @@ from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
 from mindgrpo.grpo.roles import Reference, Roles, TrainedRoles
-from mindgrpo.grpo.settings import loss_config
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -154,7 +153,8 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         num_positions=rl.seq_length,
         temperature=sampling.trainer_temperature,
         recompute=Recompute(actor.recompute_config.modules, actor.recompute_config.every),
-        loss_config=loss_config(plan.config),
+        loss_config=rl,
+        max_tokens=plan.config.generate_config.sampling_config.max_tokens,
         max_grad_norm=optimizer.max_grad_norm,
         adamw=AdamWSettings(
             optimizer.adam_beta1, optimizer.adam_beta2, optimizer.eps, optimizer.weight_decay

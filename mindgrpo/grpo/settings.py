@@ -7,12 +7,10 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, TypeVar
 
-from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.schedule import learning_rate
 from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
-from mindgrpo.settings.section import Section
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.models.precision import (
     compute_dtype,
@@ -20,8 +18,9 @@ from mindgrpo.models.precision import (
     matmul_precision,
     plain_kernels,
 )
+from mindgrpo.settings.section import Section
 
-Settings = TypeVar("Settings", RuntimeSettings, SamplingParams, LossConfig, AdvantageConfig)
+Settings = TypeVar("Settings", RuntimeSettings, SamplingParams)
 
 
 def _settings(kind: type[Settings], section: Section, **others: Any) -> Settings:
@@ -60,36 +59,6 @@ def sampling_settings(config: Config, tokenizer: Tokenizer) -> SamplingParams:
     stop_ids = (stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids)
     top_k = max(0, sampling.top_k)
     return _settings(SamplingParams, sampling, top_k=top_k, stop_ids=stop_ids)
-
-
-def loss_config(config: Config) -> LossConfig:
-    rl = config.rl_config
-    low, high = rl.clip_bounds or (LossConfig.epsilon_low, LossConfig.epsilon_high)
-    return _settings(
-        LossConfig,
-        rl,
-        epsilon_low=low,
-        epsilon_high=high,
-        beta=0.0 if rl.kl_in_reward else rl.beta,
-        corrected=rl.importance_sampling_correction != "none",
-        max_completion_length=config.generate_config.sampling_config.max_tokens,
-    )
-
-
-def advantage_config(config: Config) -> AdvantageConfig:
-    rl = config.rl_config
-    return _settings(
-        AdvantageConfig,
-        rl,
-        scale_rewards=rl.reward_scale,
-        reward_beta=rl.beta if rl.kl_in_reward else 0.0,
-        correction=rl.importance_sampling_correction,
-        correction_floor=rl.importance_sampling_floor or 0.0,
-        mask_truncated=rl.mask_truncated_completions,
-        mask_equal=rl.mask_equal_groups,
-        std_floor=rl.advantage_std_floor,
-        by_turn=rl.turn_advantages,
-    )
 
 
 def learning_rate_schedule(config: Config, num_updates: int) -> Callable[[int], float]:

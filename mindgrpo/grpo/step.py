@@ -35,7 +35,6 @@ from mindgrpo.grpo.metrics import (
 )
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
-from mindgrpo.grpo.settings import advantage_config
 from mindgrpo.grpo.state import Run, State
 from mindgrpo.grpo.updates import agree_on_batch, make_updates
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
@@ -67,7 +66,6 @@ class Stepper:
         self.replicas, self.scorer, self.partial = replicas, scorer, partial
         self._sampling, self._prompts = run.inputs.sampling, run.prompts
         self._learning_rate, self._phases = run.learning_rate, run.phases
-        self._advantages = advantage_config(run.config)
         self._baselines: Mapping[str, float] = {}
         self._seconds: dict[str, float] = {}
         # Graphs that were compiled after this session's first step; None before its end.
@@ -195,7 +193,7 @@ class Stepper:
 
         None if none is needed.
         """
-        if not self._advantages.estimator.needs_greedy:
+        if not self.config.rl_config.estimator.needs_greedy:
             return None
         groups = rollout.group_ids[:: self.config.rl_config.num_generations]
         prompts = self._prompts.owners(groups)
@@ -275,7 +273,7 @@ class Stepper:
         if rl.old_source == "generator":
             return rollout.generator_logps
         several = self._run.inputs.plan.batch.updates_per_step > 1 and rl.enable_oldpolicy
-        if not several and not self._advantages.needs_old:
+        if not several and not rl.needs_old:
             return None
         if self.backend.kernels.batch_invariant and self.partial is None:
             return rollout.generator_logps
@@ -308,7 +306,7 @@ class Stepper:
             batch, correction = compute_advantages(
                 rollout,
                 rewards,
-                self._advantages,
+                self.config.rl_config,
                 old_logps,
                 reference_logps,
                 scored.turn_rewards,
@@ -325,14 +323,14 @@ class Stepper:
 
     def _role_baselines(self, rollout: Rollout, scores: Scores) -> np.ndarray | None:
         """Returns float64 [samples] of `role_baselines`, once a step; None where the estimator needs none."""
-        config, column = self._advantages, self.config.rl_config.role_column
-        if not config.estimator.needs_baselines:
+        rl, column = self.config.rl_config, self.config.rl_config.role_column
+        if not rl.estimator.needs_baselines:
             return None
         roles = [""] * len(rollout)
         if column is not None:
             owners = self._prompts.owners(rollout.group_ids)
             roles = [str(owner.columns[column]) for owner in owners]
-        gamma = config.role_baseline_ema_gamma
+        gamma = rl.role_baseline_ema_gamma
         own, self._baselines = role_baselines(
             scores.total, roles, self._baselines, gamma, scores.failed
         )

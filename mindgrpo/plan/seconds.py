@@ -321,7 +321,7 @@ class Roofline:
         ]
         limit = self._token_limit(3) * plan.config.rl_config.num_iterations
         one = self._pipelined("update", chunks, number, layout.mesh.mp, limit)
-        if plan.config.rl_config.selects_tokens:
+        if plan.config.rl_config.selects:
             forward = self._forward_chunks(layout, passes)
             one += self._pipelined("update", forward, number, layout.mesh.mp, 0.0)
         by = {kind: updates * seconds for kind, seconds in one.by.items()}

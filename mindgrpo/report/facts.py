@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES
+from mindgrpo.algorithm.surrogates import LOSS_TYPES
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 from mindgrpo.report.samples import evenly, significant
 

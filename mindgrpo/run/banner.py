@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindgrpo.algorithm.loss_config import LOSS_TYPES, REJECTIONS
+from mindgrpo.algorithm.estimators import REJECTIONS
+from mindgrpo.algorithm.surrogates import LOSS_TYPES, clipped_surrogate, gpg
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.errors import counted
 from mindgrpo.models.parameters import num_parameters
@@ -72,12 +73,11 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
         "entropy bonus": rl.entropy_coef or None,
     }
     extra = [f"{name} {value:g}" for name, value in bounds.items() if value is not None]
-    clip = rl.clip_bounds
     loss = [
         f"loss {rl.loss_type}",
         *([f"averaged as {rl.loss_aggregation}"] if rl.loss_aggregation else []),
         f"ratios by {rl.importance_sampling_level}",
-        *([f"clip {clip[0]:g} below, {clip[1]:g} above"] if clip else []),
+        *(["clip {:g} below, {:g} above".format(*rl.clip_bounds)] if rl.clips else []),
         *extra,
     ]
     kl = "no KL"
@@ -95,7 +95,9 @@ def algorithm_lines(config: Config, batch: BatchPlan) -> list[str]:
     if rl.importance_sampling_correction != "none":
         floor = rl.importance_sampling_floor
         below = "" if floor is None else f" and below {floor:g}"
-        samples.append(f"{rl.importance_sampling_correction} above {rl.correction_cap:g}{below}")
+        samples.append(
+            f"{rl.importance_sampling_correction} above {rl.importance_sampling_cap:g}{below}"
+        )
     for name in REJECTIONS:
         if (bound := getattr(rl, name)) is not None:
             samples.append(f"{name} {bound:g}")
@@ -121,7 +123,7 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
             "rl_config.kl_estimator k1 is exact there"
         )
     by_sequence = rl.importance_sampling_level == "sequence"
-    if by_sequence and rl.clip_bounds and max(rl.clip_bounds) >= WIDE_FOR_SEQUENCES:
+    if by_sequence and rl.clips and max(rl.clip_bounds) >= WIDE_FOR_SEQUENCES:
         low, high = rl.clip_bounds
         warnings.append(
             f"ratios of whole samples hardly reach clips of {low:g} and {high:g}; GSPO's paper has "
@@ -136,7 +138,7 @@ def _warnings(config: Config, batch: BatchPlan) -> list[str]:
         warnings.append("Dr. GRPO's paper has rl_config.scale_rewards none as well")
     bounded = rl.delta is not None or rl.dual_clip is not None
     bounded = bounded or rl.off_policy_mask_threshold is not None or rl.unbiased_kl
-    has_ratio = bounded or by_sequence or loss.surrogate not in ("clip", "gpg")
+    has_ratio = bounded or by_sequence or loss.surrogate not in (clipped_surrogate, gpg)
     if batch.updates_per_step == 1 and rl.old_source == "trainer" and has_ratio:
         warnings.append(
             "with one update a rollout every ratio is 1, so clips and ratio levels change nothing; "

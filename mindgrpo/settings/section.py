@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUseDefault
 
 
 class Section(BaseModel):
@@ -39,6 +40,14 @@ def spelled(true: object, false: object) -> BeforeValidator:
     )
 
 
+def _or_default(value: object) -> object:
+    if value is None:
+        raise PydanticUseDefault
+    return value
+
+
+# Users write null where they ask for the default.
+NULL_IS_DEFAULT = BeforeValidator(_or_default)
 # Users write "" for a path that they leave unset.
 OptionalText = Annotated[str | None, _of_text(lambda text: text or None)]
 BEFORE_TEXT = BeforeValidator(lambda value: "" if value is None else value)

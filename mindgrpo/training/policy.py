@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
@@ -36,11 +36,12 @@ class UpdateSettings:
     num_positions: int
     temperature: float
     recompute: Recompute
-    loss_config: LossConfig
+    loss_config: AlgorithmConfig
     max_grad_norm: float
     adamw: AdamWSettings
     moments_on_host: bool = False
     loss_scale: float = 1.0
+    max_tokens: int = 1  # of a completion
     keeps_entropies: bool = False
     # Over the ranks that train the same parameters.
     shards_optimizer: bool = False

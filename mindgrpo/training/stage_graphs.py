@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import nn, ops
 from mindspore.ops.auto_generate import sum_ext
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.surrogates import LOSS_TYPES, LossConfig
 from mindgrpo.backend.contract import Group
 from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs, SummedLayer
 from mindgrpo.training.surrogates import CELLS, SampleMean
@@ -48,11 +48,11 @@ class PolicyLoss(nn.Cell):
     def __init__(self, loss_config: LossConfig, has_old: bool, group: Group | None = None) -> None:
         super().__init__()
         self.mean = SampleMean(group)
-        self.surrogate = CELLS[loss_config.surrogate](loss_config, self.mean)
-        self.beta, self.estimator = loss_config.beta, loss_config.kl_estimator
+        self.surrogate = CELLS[LOSS_TYPES[loss_config.loss_type].surrogate](loss_config, self.mean)
+        self.beta, self.estimator = loss_config.loss_beta, loss_config.kl_estimator
         self.entropy_coef = loss_config.entropy_coef
         self.by_sequence = loss_config.by_sequence
-        self.has_factors = loss_config.corrected or loss_config.leaves_out
+        self.has_factors = loss_config.is_corrected or loss_config.leaves_out
         self.penalises = loss_config.penalises
         self.most_drift = loss_config.off_policy_mask_threshold
         self.unbiased_kl = loss_config.unbiased_kl

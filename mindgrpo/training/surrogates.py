@@ -10,8 +10,8 @@ from typing import Any
 
 from mindspore import nn, ops
 
-from mindgrpo.algorithm.loss_config import LossConfig
-from mindgrpo.algorithm.surrogates import LARGEST_LOG_RATIO, PROBABILITY_FLOOR
+from mindgrpo.algorithm import surrogates as host
+from mindgrpo.algorithm.surrogates import LARGEST_LOG_RATIO, PROBABILITY_FLOOR, LossConfig
 from mindgrpo.backend.contract import Group
 from mindgrpo.models.parallel_cells import SumOverTokens
 
@@ -44,7 +44,8 @@ class Surrogate(nn.Cell):
     def __init__(self, config: LossConfig, mean: SampleMean) -> None:
         super().__init__()
         self.mean = mean
-        self.low, self.high = 1.0 - config.epsilon_low, 1.0 + config.epsilon_high
+        self.below, self.above = config.clip_bounds
+        self.low, self.high = 1.0 - self.below, 1.0 + self.above
         self.delta, self.dual_clip = config.delta, config.dual_clip
 
 
@@ -86,15 +87,14 @@ class Sapo(Surrogate):
 class Dppo(Surrogate):
     def __init__(self, config: LossConfig, mean: SampleMean) -> None:
         super().__init__(config, mean)
-        self.by_variation, self.cap = config.surrogate == "dppo_tv", config.dppo_ratio_cap
-        self.most_up, self.most_down = config.epsilon_high, config.epsilon_low
+        self.by_variation, self.cap = config.loss_type == "dppo_tv", config.dppo_ratio_cap
 
     def construct(
         self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
     ) -> Any:
         held = ops.stop_gradient(logp)
         pi, mu, rises = ops.exp(held), ops.exp(old), advantages > 0
-        bound = ops.where(rises, self.most_up, self.most_down)
+        bound = ops.where(rises, self.above, self.below)
         moved = ops.where(rises, pi - mu, mu - pi)
         if self.by_variation:
             keeps = moved <= bound
@@ -107,15 +107,11 @@ class Dppo(Surrogate):
 
 
 class Gmpo(Surrogate):
-    def __init__(self, config: LossConfig, mean: SampleMean) -> None:
-        super().__init__(config, mean)
-        self.most_up, self.most_down = config.epsilon_high, -config.epsilon_low
-
     def construct(
         self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
     ) -> Any:
         sign = ops.sign(advantages)
-        clipped = ops.clamp(log_ratio, self.most_down, self.most_up)
+        clipped = ops.clamp(log_ratio, -self.below, self.above)
         kept = sign * ops.minimum(sign * log_ratio, sign * clipped)
         return ops.exp(self.mean(kept, segments, shares)) * advantages
 
@@ -153,14 +149,13 @@ class Gpg(Surrogate):
         return advantages * logp
 
 
-CELLS: dict[str, type[Surrogate]] = {
-    "clip": Clip,
-    "cispo": Cispo,
-    "sapo": Sapo,
-    "dppo_tv": Dppo,
-    "dppo_kl": Dppo,
-    "gmpo": Gmpo,
-    "vespo": Vespo,
-    "gpg": Gpg,
-    "ratio": Ratio,
+CELLS: dict[host.Surrogate, type[Surrogate]] = {
+    host.clipped_surrogate: Clip,
+    host.cispo: Cispo,
+    host.sapo: Sapo,
+    host.dppo: Dppo,
+    host.gmpo: Gmpo,
+    host.vespo: Vespo,
+    host.gpg: Gpg,
+    host.plain_ratio: Ratio,
 }

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mindgrpo.algorithm import losses, non_finite
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import (
     Margins,
@@ -22,7 +21,7 @@ from mindgrpo.algorithm.packing import (
     padding_share,
 )
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
-from mindgrpo.algorithm.surrogates import Tokens
+from mindgrpo.algorithm.surrogates import LossConfig, Tokens
 from mindgrpo.algorithm.token_selection import select_tokens
 from mindgrpo.models.pipeline import Predictions, by_sample
 from mindgrpo.training.policy import Policy, UpdateSettings
@@ -246,7 +245,7 @@ def update(
     rank.
     """
     settings = policy.settings
-    weights = _weights(batch, members, settings.loss_config)
+    weights = _weights(batch, members, settings)
     unselected = None
     if settings.loss_config.selects:
         batch, unselected = _with_selection(policy, batch, packed, members, weights)
@@ -302,7 +301,7 @@ def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
                 raise NonFiniteUpdate(number, rank)
 
 
-def _weights(batch: TrainBatch, members: Sequence[int], config: LossConfig) -> np.ndarray:
+def _weights(batch: TrainBatch, members: Sequence[int], settings: UpdateSettings) -> np.ndarray:
     """Returns float32 [samples], the weight of each of a sample's action tokens; 0 unless it is a member."""
     chosen = list(members)
     mask = None if batch.sample_mask is None else batch.sample_mask[chosen]
@@ -311,7 +310,8 @@ def _weights(batch: TrainBatch, members: Sequence[int], config: LossConfig) -> n
         batch.rollout.action_lengths[chosen],
         np.array(batch.rollout.group_ids)[chosen],
     )
-    weights[chosen] = losses.token_weights(lengths, config, mask, groups)
+    config, longest = settings.loss_config, settings.max_tokens
+    weights[chosen] = losses.token_weights(lengths, config, mask, groups, longest)
     return weights
 
 

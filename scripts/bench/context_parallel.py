@@ -47,7 +47,7 @@ def rollout_of(row: str, tokens: int) -> Any:
 
 
 def policy_of(backend: Any, tokens: int) -> Any:
-    from mindgrpo.algorithm.loss_config import LossConfig
+    from mindgrpo.algorithm.estimators import AlgorithmConfig
     from mindgrpo.algorithm.packing import MicroShape
     from mindgrpo.models.decoder import KEEP_ALL
     from mindgrpo.models.decoder_config import decoder_config
@@ -66,7 +66,8 @@ def policy_of(backend: Any, tokens: int) -> Any:
         num_positions=tokens,
         temperature=1.0,
         recompute=KEEP_ALL,
-        loss_config=LossConfig(beta=0.0, max_completion_length=tokens),
+        loss_config=AlgorithmConfig(beta=0.0),
+        max_tokens=tokens,
         max_grad_norm=1.0,
         adamw=AdamWSettings(0.9, 0.95, 1e-8, 0.0),
     )

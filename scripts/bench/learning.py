@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from mindgrpo.algorithm.loss_config import ESTIMATORS
+from mindgrpo.algorithm.estimators import ESTIMATORS
 from mindgrpo.monitor.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

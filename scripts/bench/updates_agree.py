@@ -242,12 +242,11 @@ def stepped(roles: Any, work: Work, lr: float = 1e-6) -> tuple[dict[str, Any], d
 
 def begin_again(roles: Any, config: Any) -> None:
     """Gives the policy its first weights and the loss of `config`, in the graphs that are compiled otherwise."""
-    from mindgrpo.grpo.settings import loss_config
     from mindgrpo.weights.pretrained import fill_random
 
     policy = roles.policy
     roles.plan = replace(roles.plan, config=config)
-    policy.settings = replace(policy.settings, loss_config=loss_config(config))
+    policy.settings = replace(policy.settings, loss_config=config.rl_config)
     policy._backward.clear()
     policy.updates = 0
     roles.enter("update")

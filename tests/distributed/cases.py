@@ -89,7 +89,6 @@ LOSS: dict[str, Any] = {
     "epsilon_low": 0.1,
     "epsilon_high": 0.15,
     "beta": 0.05,
-    "max_completion_length": MAX_TOKENS,
 }
 SLOTS = 8  # fewer than the samples of one process: they are generated in waves
 STOP_IDS = tuple(range(6))
@@ -120,7 +119,7 @@ class Recipe:
 
     @property
     def has_reference(self) -> bool:
-        return self.loss_config.get("beta", LOSS["beta"]) > 0 or "reward_beta" in self.advantages
+        return self.loss_config.get("beta", LOSS["beta"]) > 0 or "kl_in_reward" in self.advantages
 
     @property
     def longest(self) -> int:
@@ -220,13 +219,13 @@ RECIPES = {
             "delta": 1.3,
             "kl_estimator": "k2",
             "entropy_coef": 0.02,
-            "corrected": True,
+            "importance_sampling_correction": "token_truncate",
         },
         advantages={
             "scale_rewards": "batch",
-            "correction": "token_truncate",
-            "correction_cap": 1.1,
-            "mask_truncated": True,
+            "importance_sampling_correction": "token_truncate",
+            "importance_sampling_cap": 1.1,
+            "mask_truncated_completions": True,
             "distillation_coef": 1.0,
         },
         teacher=QWEN3 | {"vocab_size": 64, "hidden_size": 24, "num_hidden_layers": 1},
@@ -241,13 +240,14 @@ RECIPES = {
             "epsilon_high": 0.09,
             "dual_clip": 1.05,
             "beta": 0.0,
-            "corrected": True,
+            "importance_sampling_correction": "token_truncate",
         },
         advantages={
             "advantage_estimator": "rloo",
-            "reward_beta": 0.05,
-            "correction": "sequence_mask",
-            "correction_cap": 1.2,
+            "kl_in_reward": True,
+            "beta": 0.05,
+            "importance_sampling_correction": "sequence_mask",
+            "importance_sampling_cap": 1.2,
         },
     ),
     "cispo": Recipe(
@@ -256,7 +256,8 @@ RECIPES = {
         loss_config={"loss_type": "cispo", "beta": 0.0},
         advantages={
             "advantage_estimator": "reinforce_plus_plus",
-            "reward_beta": 0.05,
+            "kl_in_reward": True,
+            "beta": 0.05,
             "kl_estimator": "k1",
         },
         equal_groups=True,
@@ -276,7 +277,7 @@ RECIPES = {
         QWEN2,
         sampling={"stop_ids": tuple(range(20)), "min_tokens": 0},
         loss_config={"loss_type": "gpg", "beta": 0.0},
-        advantages={"by_turn": True},
+        advantages={"turn_advantages": True},
         max_turns=3,
         environment=True,
     ),
@@ -285,10 +286,10 @@ RECIPES = {
         QWEN2,
         num_iterations=2,
         sampling={"stop_ids": tuple(range(16)), "min_tokens": 0},
-        loss_config={"corrected": True, "unbiased_kl": True},
+        loss_config={"importance_sampling_correction": "token_truncate", "unbiased_kl": True},
         advantages={
-            "correction": "token_truncate",
-            "correction_cap": 1.5,
+            "importance_sampling_correction": "token_truncate",
+            "importance_sampling_cap": 1.5,
             "rejection_geometric_low": 0.66,
             "rejection_geometric_high": 1.5,
             "rejection_k3": 0.22,

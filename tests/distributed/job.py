@@ -17,7 +17,6 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from typing import Any
 
 import cases as c
 import numpy as np
+from algorithms import advantages_of, loss_of, replace
 from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
 from golden import golden_gaps
@@ -36,7 +36,6 @@ from sharded import sharded_optimizers
 from source_cache import cache_sources
 from task import Task
 
-from mindgrpo.algorithm.loss_config import AdvantageConfig, LossConfig
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.train_batch import compute_advantages
@@ -120,7 +119,7 @@ class Run:
             turns, has_environment, backend.rank == 0, backend.world.gather_objects
         )
         self.replicas = Replicas(self.generator, self.infer.mesh, backend, conversations)
-        self.advantages = AdvantageConfig(c.NUM_GENERATIONS, **self.recipe.advantages)
+        self.advantages = advantages_of(c.NUM_GENERATIONS, **self.recipe.advantages)
         self.stepper = self._stepper()
         for pool in backend.live_pools:
             pool.load()
@@ -151,7 +150,8 @@ class Run:
             num_positions=c.ROW_LENGTH,
             temperature=c.TEMPERATURE,
             recompute=WHOLE_LAYERS if self.case.recompute else KEEP_ALL,
-            loss_config=LossConfig(**(c.LOSS | self.recipe.loss_config)),
+            loss_config=loss_of(**(c.LOSS | self.recipe.loss_config)),
+            max_tokens=c.MAX_TOKENS,
             max_grad_norm=c.MAX_GRAD_NORM,
             adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
             keeps_entropies=True,

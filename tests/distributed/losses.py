@@ -14,8 +14,9 @@ from typing import Any
 import mindspore as ms
 import numpy as np
 from batch_variants import BATCH_VARIANTS, ENTROPY, NOW, OLD, REFERENCE, ROLLOUT, batch_of
+from loss_variants import LONGEST
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.sample import Arrays
@@ -33,7 +34,7 @@ class GivenLogProbs:
     """Stands in for a Policy, its Shard and its ForwardPipeline on this rank."""
 
     def __init__(
-        self, backend: Backend, mesh: Mesh, logps: Arrays, config: LossConfig | None = None
+        self, backend: Backend, mesh: Mesh, logps: Arrays, config: AlgorithmConfig | None = None
     ) -> None:
         rank = backend.rank
         self.backend, self.logps, self.pipeline = backend, logps, self
@@ -47,7 +48,11 @@ class GivenLogProbs:
         )
         self.weights = SimpleNamespace(layout=SimpleNamespace(mesh=mesh))
         self.settings = SimpleNamespace(
-            loss_config=config, loss_scale=1.0, keeps_entropies=False, bias_update_rate=0.0
+            loss_config=config,
+            max_tokens=LONGEST,
+            loss_scale=1.0,
+            keeps_entropies=False,
+            bias_update_rate=0.0,
         )
         self.replicas = backend.group(mesh.group(rank, ("dp",)))
         self.updates = 0

@@ -11,9 +11,9 @@ from typing import Any
 
 import cases as c
 import numpy as np
+from algorithms import loss_of
 from saving import IDENTITY
 
-from mindgrpo.algorithm.loss_config import LossConfig
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.checkpoint.format import Manifest, RunState, read_manifest
@@ -42,7 +42,8 @@ def policy_of(backend: Backend, case: c.Sharded, mesh: tuple[int, int, int], on:
         num_positions=c.ROW_LENGTH,
         temperature=1.0,
         recompute=KEEP_ALL,
-        loss_config=LossConfig(max_completion_length=c.MAX_TOKENS),
+        loss_config=loss_of(),
+        max_tokens=c.MAX_TOKENS,
         max_grad_norm=c.MAX_GRAD_NORM,
         adamw=AdamWSettings(0.9, 0.95, c.ADAM_EPS, c.WEIGHT_DECAY),
         moments_on_host=case.moments_on_host,

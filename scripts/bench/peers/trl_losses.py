@@ -18,27 +18,33 @@ import torch
 import trl
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from mindgrpo.algorithm.loss_config import LossConfig
+from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.losses import policy_loss, token_weights
 from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.algorithm.token_selection import select_tokens
 
 LENGTHS = np.array([5, 1, 9, 4, 6])
 LONGEST, STEP = 12, 1e-6
-BASE = LossConfig(epsilon_low=0.2, epsilon_high=0.3, max_completion_length=LONGEST)
-GSPO = replace(BASE, importance_sampling_level="sequence", epsilon_low=0.03, epsilon_high=0.04)
+
+
+def changed(config: AlgorithmConfig, **keys: Any) -> AlgorithmConfig:
+    return config.model_copy(update=keys)
+
+
+BASE = AlgorithmConfig(epsilon_low=0.2, epsilon_high=0.3, beta=0.0)
+GSPO = changed(BASE, importance_sampling_level="sequence", epsilon_low=0.03, epsilon_high=0.04)
 LOSSES = {
-    "grpo, k3": replace(BASE, beta=0.05),
-    "grpo, k3, unbiased": replace(BASE, beta=0.05, unbiased_kl=True),
-    "dapo, delta": replace(BASE, loss_type="dapo", delta=1.5),
-    "dr_grpo": replace(BASE, loss_type="dr_grpo"),
+    "grpo, k3": changed(BASE, beta=0.05),
+    "grpo, k3, unbiased": changed(BASE, beta=0.05, unbiased_kl=True),
+    "dapo, delta": changed(BASE, loss_type="dapo", delta=1.5),
+    "dr_grpo": changed(BASE, loss_type="dr_grpo"),
     "gspo": GSPO,
-    "cispo": replace(BASE, loss_type="cispo", epsilon_low=1.0),
-    "sapo": replace(BASE, loss_type="sapo"),
-    "luspo": replace(GSPO, loss_type="luspo"),
-    "vespo": replace(BASE, loss_type="vespo"),
-    "top entropy": replace(BASE, top_entropy_quantile=0.3),
-    "off-policy mask": replace(BASE, off_policy_mask_threshold=0.02),
+    "cispo": changed(BASE, loss_type="cispo", epsilon_low=1.0),
+    "sapo": changed(BASE, loss_type="sapo"),
+    "luspo": changed(GSPO, loss_type="luspo"),
+    "vespo": changed(BASE, loss_type="vespo"),
+    "top entropy": changed(BASE, top_entropy_quantile=0.3),
+    "off-policy mask": changed(BASE, off_policy_mask_threshold=0.02),
 }
 
 
@@ -57,18 +63,21 @@ class OneProcess:
         return x
 
 
-def trls(config: LossConfig, rows: dict[str, np.ndarray], mask: np.ndarray) -> tuple[float, Any]:
+def trls(
+    config: AlgorithmConfig, rows: dict[str, np.ndarray], mask: np.ndarray
+) -> tuple[float, Any]:
     """Returns TRL's loss of `rows` [samples, tokens] and its gradient by each log-prob."""
     logps = torch.tensor(rows["logps"], requires_grad=True)
     # Its epsilon_high is the bound itself for cispo.
-    high = config.epsilon_high + (config.loss_type == "cispo")
+    low, high = config.clip_bounds
+    high += config.loss_type == "cispo"
     arguments = SimpleNamespace(
         delta=config.delta,
         use_bias_correction_kl=config.unbiased_kl,
         steps_per_generation=1,
         **{
             name: value
-            for name, value in vars(config).items()
+            for name, value in config.model_dump().items()
             if name.startswith(("sapo", "vespo"))
         },
     )
@@ -78,10 +87,10 @@ def trls(config: LossConfig, rows: dict[str, np.ndarray], mask: np.ndarray) -> t
         model=SimpleNamespace(training=True),
         loss_type=config.loss_type,
         importance_sampling_level=config.importance_sampling_level,
-        epsilon_low=config.epsilon_low,
+        epsilon_low=low,
         epsilon_high=high,
         beta=config.beta,
-        max_completion_length=config.max_completion_length,
+        max_completion_length=LONGEST,
         top_entropy_quantile=config.top_entropy_quantile,
         off_policy_mask_threshold=config.off_policy_mask_threshold,
         current_gradient_accumulation_steps=1,
@@ -116,10 +125,14 @@ def trls(config: LossConfig, rows: dict[str, np.ndarray], mask: np.ndarray) -> t
     return float(loss.detach()), logps.grad.numpy()
 
 
-def ours(config: LossConfig, rows: dict[str, np.ndarray], mask: np.ndarray) -> tuple[float, Any]:
+def ours(
+    config: AlgorithmConfig, rows: dict[str, np.ndarray], mask: np.ndarray
+) -> tuple[float, Any]:
     """Returns our loss of the same and its gradient, [tokens]."""
     flat = {name: values[mask > 0] for name, values in rows.items()}
-    weights = np.repeat(token_weights(LENGTHS, config).astype(np.float64), LENGTHS)
+    weights = np.repeat(
+        token_weights(LENGTHS, config, max_tokens=LONGEST).astype(np.float64), LENGTHS
+    )
     ones = np.ones(weights.size)
     tokens = Tokens(**flat, weights=weights, rollout_is_weights=ones, lengths=LENGTHS)
     factors, _ = select_tokens(tokens, config, np.random.default_rng(0))
