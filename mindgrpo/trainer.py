@@ -58,7 +58,7 @@ class Trainer(TrainingLoop):
     @property
     def is_finished(self) -> bool:
         """Tells whether `train` has run all steps and written the model, so that nothing is left to continue."""
-        return self.state.step >= self.num_steps and self.has_model
+        return self.state.step >= self.run.num_steps and self.has_model
 
     def report(self) -> ReportFrame:
         """Writes the run's page, with the steps that are done; a notebook shows what is returned. Raises UserError."""
@@ -70,7 +70,7 @@ class Trainer(TrainingLoop):
         return ReportFrame(directory / FILE_NAME)
 
     def _reopen(self) -> None:
-        directory, num_steps = self.record.directory, self.num_steps
+        directory, num_steps = self.record.directory, self.run.num_steps
         if self.is_finished:
             raise UserError(
                 f"train() has run the {counted(num_steps, 'step')} of {directory}; make another trainer, with "

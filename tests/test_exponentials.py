@@ -22,7 +22,7 @@ from small_runs import MODEL
 from mindgrpo.algorithm.exponentials import exp, log
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.rollout_correction import correct_rollout
-from mindgrpo.algorithm.surrogates import LOSS_TYPES, SURROGATES, Tokens
+from mindgrpo.algorithm.surrogates import LOSS_TYPES, Tokens
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.rotary import rotary_table
@@ -95,9 +95,9 @@ def losses() -> Iterator[np.ndarray]:
         yield kl_estimate(tokens.logps, tokens.reference, "k3")
         mask = np.ones(size, bool)
         yield from correct_rollout([of[0]], [of[1]], [mask], "token_truncate", 2.0, 0.0).weights
-        for loss_type in LOSS_TYPES:
+        for loss_type, loss in LOSS_TYPES.items():
             config = loss_of(loss_type=loss_type)
-            yield SURROGATES[config.surrogate](tokens, config, tokens.logps)
+            yield loss.surrogate(tokens, config, tokens.logps)
 
 
 def drawn() -> Iterator[np.ndarray]:

@@ -8,22 +8,26 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from mindgrpo.algorithm.schedule import (
     Exchange,
+    LRSchedule,
     Pass,
     chunks_in_flight,
-    learning_rate,
     pipeline_schedule,
 )
 from mindgrpo.plan.activations import ARRIVED
 
 
-def rates(style: str, warmup: int = 4, decay: int = 20, floor: float = 0.1) -> list[float]:
-    return [learning_rate(i, style, 1.0, floor, warmup, decay) for i in range(30)]
+def rates(style: Any, warmup: int = 4, decay: int = 20, floor: float = 0.1) -> list[float]:
+    schedule = LRSchedule(
+        lr_decay_style=style, lr=1.0, min_lr=floor, warmup_step=warmup, decay_steps=decay
+    )
+    return [schedule.rate(i, 30) for i in range(30)]
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
@@ -51,7 +55,7 @@ def test_a_constant_rate_stays_at_the_peak_and_no_warm_up_starts_there() -> None
 
 
 def test_a_run_shorter_than_its_warm_up_has_a_finite_rate() -> None:
-    assert learning_rate(5, "cosine", 1.0, 0.0, warmup=5, decay=3) == 1.0
+    assert LRSchedule(lr=1.0, warmup_step=5).rate(5, 3) == 1.0
 
 
 # (stages, chunks a stage, micro-batches). One stage has one chunk.

@@ -113,7 +113,7 @@ def collected(
     roles: Any = SimpleNamespace(refresh_engine=lambda: None, enter_rollout=lambda: VERSION)
     prompts: Any = task
     inputs: Any = SimpleNamespace(sampling=SAMPLING)
-    run = Run(config, backend, inputs, roles, prompts, lambda update: 0.0)
+    run = Run(config, backend, inputs, roles, prompts, 1)
     replicas = Replicas(engine, Mesh(1, 1), backend)  # type: ignore[arg-type]
     scorer: Any = task
     stepper = Stepper(run, replicas, scorer)

@@ -25,8 +25,7 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.config import load_config, parse_command_line
 from mindgrpo.errors import UserError
-from mindgrpo.grpo.build import make_policy
-from mindgrpo.grpo.settings import runtime_settings
+from mindgrpo.grpo.build import make_policy, runtime_settings
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import accumulate_gradients

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.schedule import learning_rate
+from mindgrpo.algorithm.schedule import LRSchedule
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.weights.expert_files import file_tensors
@@ -79,7 +79,8 @@ def warm_start(
         for number, stage in enumerate(stages):
             rows, run = work / f"stage_{number}.jsonl", work / f"stage_{number}"
             rows.write_text("".join(json.dumps(row) + "\n" for row in stage.rows))
-            lr = learning_rate(max(done, WARMUP), "cosine", peak, peak / 100, WARMUP, total)
+            schedule = LRSchedule(lr=peak, min_lr=peak / 100, warmup_step=WARMUP)
+            lr = schedule.rate(max(done, WARMUP), total)
             values = {
                 "rl_config": {
                     "dataset_file": str(rows),

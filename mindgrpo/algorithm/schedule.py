@@ -8,23 +8,45 @@ from functools import lru_cache
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
+from pydantic import Field
 
-def learning_rate(
-    update: int, style: str, peak: float, floor: float, warmup: int, decay: int
-) -> float:
-    """Computes the rate of update `update` (from 0): linear to `peak` over `warmup` updates, then down to `floor`.
+from mindgrpo.settings.section import Section
 
-    The floor is reached by update `decay`. cosine: floor + (peak - floor) (1 + cos(pi x)) / 2; linear: peak + (floor -
-    peak) x; constant: peak; x is the share of the decay that is over.
-    """
-    if update < warmup:
-        return peak * (update + 1) / warmup
-    if style == "constant":
-        return peak
-    x = min(1.0, (update - warmup) / max(1, decay - warmup))
-    if style == "linear":
-        return peak + (floor - peak) * x
-    return floor + (peak - floor) * (1.0 + math.cos(math.pi * x)) / 2.0
+
+class LRSchedule(Section):
+    """The keys of `actor_config.lr_schedule`."""
+
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """how the learning rate decays from lr to min_lr"""
+    lr: float = Field(1e-6, gt=0)
+    """maximum learning rate"""
+    min_lr: float = Field(0.0, ge=0)
+    """final learning rate"""
+    warmup_step: int = Field(0, ge=0)
+    """number of updates in the linear warm-up, which starts at lr / warmup_step"""
+    warmup_ratio: float | None = Field(None, ge=0, le=1)
+    """fraction of the run to warm up for, instead of warmup_step; null: use warmup_step"""
+    decay_steps: int | None = Field(None, ge=1)
+    """number of updates until min_lr is reached; null: the length of the run"""
+
+    def rate(self, update: int, num_updates: int) -> float:
+        """Computes the rate of update `update` (from 0) of a run of `num_updates`.
+
+        It rises linearly to lr over the warm-up, then goes down to min_lr, which is reached by update decay_steps.
+        cosine: min_lr + (lr - min_lr) (1 + cos(pi x)) / 2; linear: lr + (min_lr - lr) x; constant: lr; x is the share
+        of the decay that is over.
+        """
+        warmup = self.warmup_step
+        if self.warmup_ratio is not None:
+            warmup = round(self.warmup_ratio * num_updates)
+        if update < warmup:
+            return self.lr * (update + 1) / warmup
+        if self.lr_decay_style == "constant":
+            return self.lr
+        x = min(1.0, (update - warmup) / max(1, (self.decay_steps or num_updates) - warmup))
+        if self.lr_decay_style == "linear":
+            return self.lr + (self.min_lr - self.lr) * x
+        return self.min_lr + (self.lr - self.min_lr) * (1.0 + math.cos(math.pi * x)) / 2.0
 
 
 class Pass(NamedTuple):

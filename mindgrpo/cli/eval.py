@@ -23,11 +23,10 @@ from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
 from mindgrpo.config.roles import GenerateParallelConfig
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.errors import UserError, counted
-from mindgrpo.grpo.build import evaluation_modes, make_engine
+from mindgrpo.grpo.build import evaluation_modes, make_engine, runtime_settings
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
-from mindgrpo.grpo.inputs import RolloutInputs
+from mindgrpo.grpo.inputs import RolloutInputs, sampling_params
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
-from mindgrpo.grpo.settings import runtime_settings, sampling_settings
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
@@ -120,7 +119,7 @@ def read_inputs(
         turns = read_turns(config, tokenizer)
         prompts = held_out_prompts(config, tokenizer, ranks, turns, evaluates=True)
         assert prompts is not None
-        sampling = sampling_settings(config, tokenizer)
+        sampling = sampling_params(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
         layout = generating_layout(config, model, mesh)

@@ -117,7 +117,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
     from mindgrpo.backend.targets import SHARED_MEMORY
     from mindgrpo.data.tokenizer import load_tokenizer
     from mindgrpo.grpo.build import make_policy
-    from mindgrpo.grpo.settings import sampling_settings
+    from mindgrpo.grpo.inputs import sampling_params
     from mindgrpo.models.decoder_config import read_config
     from mindgrpo.models.pipeline import compute_log_probs
     from mindgrpo.models.precision import compute_dtype, matmul_precision
@@ -131,7 +131,7 @@ def _again(kept: dump.Dump, folder: Path, model: Path | None) -> dict[str, Any]:
         matmul_precision=matmul_precision(config), compute_dtype=compute_dtype(config)
     )
     backend = connect(SHARED_MEMORY, dict(os.environ), settings)
-    policy = make_policy(plan, backend, sampling_settings(config, load_tokenizer(weights)))
+    policy = make_policy(plan, backend, sampling_params(config, load_tokenizer(weights)))
     load_weights(policy.weights if policy.adapters else policy.masters, weights)
     policy.masters_changed()
     policy.updates = kept.about.updates

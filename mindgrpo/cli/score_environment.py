@@ -19,7 +19,7 @@ from mindgrpo.environments.contract import ENVIRONMENT, Observation, Opening, Qu
 from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError, counted
-from mindgrpo.grpo.settings import runtime_settings
+from mindgrpo.grpo.build import runtime_settings
 from mindgrpo.models.decoder_config import read_config
 from mindgrpo.monitor.console import number
 from mindgrpo.run.named_sources import fetch_local

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator
 
+from mindgrpo.algorithm.schedule import LRSchedule
 from mindgrpo.settings.section import AFTER_SIZE, BEFORE_LIST, BEFORE_TEXT, OptionalText, Section
 
 
@@ -191,21 +192,6 @@ class OptimizerConfig(Section):
     """maximum global norm of the gradients; larger gradients are scaled down"""
     opt_offload: bool = False
     """keep the moments in host memory and update the weights there"""
-
-
-class LRSchedule(Section):
-    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
-    """how the learning rate decays from lr to min_lr"""
-    lr: float = Field(1e-6, gt=0)
-    """maximum learning rate"""
-    min_lr: float = Field(0.0, ge=0)
-    """final learning rate"""
-    warmup_step: int = Field(0, ge=0)
-    """number of updates in the linear warm-up, which starts at lr / warmup_step"""
-    warmup_ratio: float | None = Field(None, ge=0, le=1)
-    """fraction of the run to warm up for, instead of warmup_step; null: use warmup_step"""
-    decay_steps: int | None = Field(None, ge=1)
-    """number of updates until min_lr is reached; null: the length of the run"""
 
 
 class LoraConfig(Section):

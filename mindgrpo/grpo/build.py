@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from mindgrpo.algorithm.non_finite import in_arrays
+from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
@@ -17,7 +18,13 @@ from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import adapter_names, fill_adapters
 from mindgrpo.models.pipeline import ForwardPipeline
-from mindgrpo.models.precision import loss_scale
+from mindgrpo.models.precision import (
+    compute_dtype,
+    flash_attention,
+    loss_scale,
+    matmul_precision,
+    plain_kernels,
+)
 from mindgrpo.models.shard import Shard
 from mindgrpo.monitor.host_memory import host_memory
 from mindgrpo.parallel.sharding import Layout
@@ -37,6 +44,30 @@ from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.transfer import WeightCheck, load_once
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, load_weights
+
+
+def runtime_settings(config: Config) -> RuntimeSettings:
+    """Returns what the device's backend sets up of `context`, and the bucket of weight sync."""
+    context, jit_level = config.context, config.context.jit_config.jit_level
+    return RuntimeSettings(
+        compiled=context.mode == 0,
+        deterministic=config.rl_config.deterministic == "ON",
+        jit_level=jit_level,
+        max_call_depth=context.max_call_depth,
+        save_graphs=context.save_graphs,
+        save_graphs_path=context.save_graphs_path,
+        memory_optimize_level=context.memory_optimize_level,
+        max_device_bytes=context.max_device_bytes,
+        precision_mode=context.ascend_config.precision_mode,
+        kernel_launch_capture=context.ascend_config.kernel_launch_capture,
+        matmul_precision=matmul_precision(config),
+        compute_dtype=compute_dtype(config),
+        fp32_lm_head=context.fp32_lm_head,
+        sums_in_float32=context.reduce_dtype == "float32",
+        flash_attention=flash_attention(config),
+        plain_kernels=plain_kernels(config),
+        bucket_bytes=config.generate_config.bucket_bytes,
+    )
 
 
 def make_roles(

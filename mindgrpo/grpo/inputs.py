@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.config import Config
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.grpo.scoring import CompletionForm, message_columns, reward_columns
@@ -88,3 +89,19 @@ class Inputs(RolloutInputs):
         opened = f"reset returns {count} of at most {limit} tokens for the first one"
         lines = [f"{self.prompts.kept}; {opened}"]
         return lines + ([f"held out: {self.held_out.kept}"] if self.held_out else [])
+
+
+def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
+    """Returns how completions are drawn, with the stop ids of the configuration or else of the tokenizer."""
+    own = config.generate_config.sampling_config
+    stops = own.eos_token_id
+    return SamplingParams(
+        temperature=own.temperature,
+        top_k=max(0, own.top_k),
+        top_p=own.top_p,
+        min_p=own.min_p,
+        repetition_penalty=own.repetition_penalty,
+        min_tokens=own.min_tokens,
+        max_tokens=own.max_tokens,
+        stop_ids=(stops,) if isinstance(stops, int) else tuple(stops or tokenizer.stop_ids),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from mindgrpo.algorithm.sample import PartialGroup
@@ -25,8 +24,7 @@ RolesT_co = TypeVar("RolesT_co", bound=TrainedRoles, covariant=True)
 class Run(Generic[RolesT_co]):
     """Holds what the steps of a run work with; the same on all ranks but for each one's part of the roles.
 
-    `learning_rate` gives the rate of an update, counted from 0 over the run; `phases` surrounds each phase of a step.
-    `folder` is where the run writes.
+    `phases` surrounds each phase of a step.
     """
 
     config: Config
@@ -34,9 +32,13 @@ class Run(Generic[RolesT_co]):
     inputs: Inputs
     roles: RolesT_co
     prompts: PromptSource
-    learning_rate: Callable[[int], float]
-    folder: Path = Path()
+    num_steps: int
     phases: Phases = nullcontext
+
+    def learning_rate(self, update: int) -> float:
+        """Returns the rate of an update, counted from 0 over the run."""
+        num_updates = self.num_steps * self.inputs.plan.batch.updates_per_step
+        return self.config.actor_config.lr_schedule.rate(update, num_updates)
 
 
 @dataclass

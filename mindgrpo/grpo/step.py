@@ -65,7 +65,7 @@ class Stepper:
         self.backend, self.roles = run.backend, run.roles
         self.replicas, self.scorer, self.partial = replicas, scorer, partial
         self._sampling, self._prompts = run.inputs.sampling, run.prompts
-        self._learning_rate, self._phases = run.learning_rate, run.phases
+        self._phases = run.phases
         self._baselines: Mapping[str, float] = {}
         self._seconds: dict[str, float] = {}
         # Graphs that were compiled after this session's first step; None before its end.
@@ -354,7 +354,7 @@ class Stepper:
                 batch,
                 packed,
                 shares * self.config.rl_config.num_iterations,
-                lambda index: self._learning_rate(first + index),
+                lambda index: self._run.learning_rate(first + index),
                 bad,
                 check,
             )

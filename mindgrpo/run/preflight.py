@@ -31,9 +31,8 @@ from mindgrpo.data.sources import (
 from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError, error_of
-from mindgrpo.grpo.inputs import Inputs
+from mindgrpo.grpo.inputs import Inputs, sampling_params
 from mindgrpo.grpo.scoring import CompletionForm
-from mindgrpo.grpo.settings import sampling_settings
 from mindgrpo.memory.residency import check_budget
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
@@ -191,7 +190,7 @@ def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = AL
     if rl.eval_dataset_file:
         choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
         held_out = read("rl_config.eval_dataset_file", rl.eval_dataset_file, choice)
-    sampling = sampling_settings(config, tokenizer)
+    sampling = sampling_params(config, tokenizer)
     notes = tuple(dtype_notices(config))
     return Inputs(
         plan=plan,
@@ -250,7 +249,7 @@ def _read(
             f"rl_config.role_column is {rl.role_column}, but the columns of rl_config.dataset_file {rl.dataset_file} "
             f"are {', '.join(prompts.column_names) or 'none'}; name one of its columns, or leave role_column out."
         )
-    sampling = sampling_settings(config, tokenizer)
+    sampling = sampling_params(config, tokenizer)
     if sampling.greedy and rl.num_generations > 1:
         raise UserError(
             "generate_config.sampling_config.temperature is 0, which draws the same completion "

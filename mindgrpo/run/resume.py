@@ -29,7 +29,6 @@ def resume(
     start: Start | None,
     now: Identity,
     console: Console,
-    num_steps: int,
 ) -> tuple[State, Candidate | None]:
     """Returns the state in which the run begins, and the checkpoint whose weights the roles then have, if any.
 
@@ -58,7 +57,7 @@ def resume(
     for phase, shapes in stored.shapes.items():
         if phase in choices:
             choices[phase].restore(shapes.in_use, shapes.excess)
-    console.line(f"  resumed from {chosen.folder}: {state.step} of {num_steps} steps are done")
+    console.line(f"  resumed from {chosen.folder}: {state.step} of {run.num_steps} steps are done")
     changes = scoring_changes(chosen.manifest.identity, now)
     if state.best is not None and changes:
         console.line(

@@ -20,10 +20,9 @@ from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.sources import Ranks
 from mindgrpo.errors import CannotWrite, counted, is_interactive
-from mindgrpo.grpo.build import make_roles, make_trained_roles
+from mindgrpo.grpo.build import make_roles, make_trained_roles, runtime_settings
 from mindgrpo.grpo.roles import Roles, TrainedRoles
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
-from mindgrpo.grpo.settings import learning_rate_schedule, runtime_settings
 from mindgrpo.grpo.state import Run
 from mindgrpo.grpo.step import Stepper, make_stepper
 from mindgrpo.grpo.supervised import SupervisedStepper
@@ -60,7 +59,7 @@ class Rewards:
 
 
 class TrainingLoop:
-    """Runs `num_steps` steps of a run: what stays is in `run`, what they change besides weights in `state`."""
+    """Runs the steps of a run: what stays is in `run`, what they change besides weights in `state`."""
 
     def __init__(self, config: Config | Loaded, name: str, rewards: Rewards) -> None:
         self._config, self._name, self._rewards = config, name, rewards
@@ -90,8 +89,8 @@ class TrainingLoop:
                 config, backend.world_size, own.functions, own.weights, ranks, scores, own.form
             )
         plan = inputs.plan
-        self.num_steps = plan.num_steps(len(inputs.prompts))
-        num_updates = self.num_steps * plan.batch.updates_per_step
+        num_steps = plan.num_steps(len(inputs.prompts))
+        num_updates = num_steps * plan.batch.updates_per_step
         changes = on_first_rank(backend, lambda: changes_since(start, config, inputs))
         on_first_rank(backend, lambda: refuse_small_disk(plan, start))
         self.record = record = RunRecord(loaded, self._name, backend, launched, start)
@@ -110,15 +109,14 @@ class TrainingLoop:
                 inputs=inputs,
                 roles=roles,
                 prompts=PromptSource(inputs.prompts, rl.seed, plan.batch.prompts_per_step),
-                learning_rate=learning_rate_schedule(config, num_updates),
-                folder=record.directory,
+                num_steps=num_steps,
                 phases=watch.step_phase,
             )
             unsaved = unsaved_digests(config, roles) if rl.saves_checkpoints else None
             # The first rank alone has the rewards.
             identity = on_first_rank(backend, lambda: identity_of(config, inputs, unsaved))
-            self.state, chosen = resume(self.run, start, identity, record.console, self.num_steps)
-            is_over = self.state.step >= self.num_steps and self.state.open_row is None
+            self.state, chosen = resume(self.run, start, identity, record.console)
+            is_over = self.state.step >= num_steps and self.state.open_row is None
             self.has_model = is_over and (record.model_directory / "config.json").exists()
             record.begin(self.state, chosen, self.has_model)
             self.checkpoints = RunCheckpoints(
@@ -131,7 +129,7 @@ class TrainingLoop:
         self._nan_guard = NanGuard(
             config, backend, record.directory, record.console.line, self.export.write
         )
-        self._reward_guard = RewardGuard(config.reward_config.max_failed_steps, self.num_steps)
+        self._reward_guard = RewardGuard(config.reward_config.max_failed_steps, num_steps)
         self._is_over = False
 
     def _train(self) -> Path:
@@ -184,10 +182,10 @@ class TrainingLoop:
             self._evaluate()
         elif is_new:
             state.evaluations.append({})
-        while state.step < self.num_steps:
+        while state.step < self.run.num_steps:
             with self.watch.step(state.step):
                 state.open_row = self._step()
-                is_last = state.step == self.num_steps
+                is_last = state.step == self.run.num_steps
                 is_due = is_last or (rl.eval_steps and state.step % rl.eval_steps == 0)
                 evaluation = self._evaluate() if is_due else {}
             self._end_step(evaluation)
@@ -233,9 +231,9 @@ class TrainingLoop:
         metrics = {**(state.open_row or {}), **evaluation}
         state.open_row = None
         metrics |= checkpoints.step_done()
-        if checkpoints.is_due(state.step, self.num_steps) and checkpoints.newest < state.step:
+        if checkpoints.is_due(state.step, self.run.num_steps) and checkpoints.newest < state.step:
             metrics |= checkpoints.begin(state)
-        self.record.step(state.step, self.num_steps, metrics)
+        self.record.step(state.step, self.run.num_steps, metrics)
         # A checkpoint of a step without its rows would be resumed without them.
         self.record.check_written()
         self._last_row = state.step
@@ -275,7 +273,7 @@ class TrainingLoop:
 
     def _say_how_to_resume(self, ended: Stop) -> None:
         say, checkpoints = self.record.console.line, self.checkpoints
-        done = f"{self.state.step} of {self.num_steps} steps done"
+        done = f"{self.state.step} of {self.run.num_steps} steps done"
         say(f"  {ended.reason}: the run ends with {done}")
         if checkpoints.newest:
             say(f"  saved: {folder_of(self.record.directory, checkpoints.newest)}")

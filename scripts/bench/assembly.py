@@ -16,6 +16,7 @@ import numpy as np
 from work import Work, random_rewards
 
 from mindgrpo.algorithm.sample import Rollout
+from mindgrpo.algorithm.schedule import LRSchedule
 from mindgrpo.backend.connect import RuntimeSettings, connect, keeps_slots
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.dtypes import resolve_compute_dtype, resolve_matmul_precision
@@ -182,4 +183,7 @@ def stepper_of(roles: Roles, work: Work, lr: float = 1e-6) -> Stepper:
 def run_of(roles: RolesT, task: Any, sampling: SamplingParams, lr: float) -> Run[RolesT]:
     """What a stepper reads of a run whose prompts are those of `task`."""
     plan, inputs = roles.plan, SimpleNamespace(plan=roles.plan, sampling=sampling, turns=None)
-    return Run(plan.config, roles.backend, cast("Inputs", inputs), roles, task, lambda update: lr)
+    schedule = LRSchedule(lr_decay_style="constant", lr=lr)
+    actor = plan.config.actor_config.model_copy(update={"lr_schedule": schedule})
+    config = plan.config.model_copy(update={"actor_config": actor})
+    return Run(config, roles.backend, cast("Inputs", inputs), roles, task, 1)

@@ -72,8 +72,8 @@ FAULTS = (
     Fault(
         "clip-bounds-are-exchanged",
         "mindgrpo/training/surrogates.py",
-        "self.low, self.high = 1.0 - config.epsilon_low, 1.0 + config.epsilon_high",
-        "self.low, self.high = 1.0 - config.epsilon_high, 1.0 + config.epsilon_low",
+        "self.below, self.above = config.clip_bounds",
+        "self.above, self.below = config.clip_bounds",
         "ratios are clipped early where they rise and late where they fall",
     ),
     Fault(
@@ -281,9 +281,9 @@ FAULTS = (
     ),
     Fault(
         "kl-is-in-the-reward-and-in-the-loss",
-        "mindgrpo/grpo/settings.py",
-        "beta=0.0 if rl.kl_in_reward else rl.beta,",
-        "beta=rl.beta,",
+        "mindgrpo/algorithm/surrogates.py",
+        "return 0.0 if self.kl_in_reward else self.beta",
+        "return self.beta",
         "the distance to the reference counts twice",
     ),
     Fault(

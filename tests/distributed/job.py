@@ -141,7 +141,7 @@ class Run:
             rollouts = PartialRollouts(asked, task, self.replicas)
         roles: Any = self
         inputs: Any = SimpleNamespace(sampling=self.generator.sampling)
-        run = WholeRun(config, self.backend, inputs, roles, task, lambda update: 0.0)
+        run = WholeRun(config, self.backend, inputs, roles, task, 1)
         return Stepper(run, self.replicas, task, rollouts)
 
     def _policy(self) -> Policy:
