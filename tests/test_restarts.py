@@ -18,6 +18,8 @@ import pytest
 from test_launch_script import BOTH_WAYS, ROOT, environment, launch, program
 
 from mindgrpo.health.processes import is_alive
+from mindgrpo.launch.launcher import Restarts
+from mindgrpo.launch.options import read_options
 
 # A run that tells where it writes, and comes one step further with each start unless told otherwise.
 RUN = """
@@ -60,6 +62,21 @@ def test_a_job_that_failed_goes_on_with_its_run_as_often_as_allowed(tmp_path: Pa
     assert "rank 1 was killed by signal 9 in phase start of step 1" in ended.stderr
     assert f"start 2, 1 more after it, resumes the run in {tmp_path / 'run'}" in ended.stderr
     assert len(list((tmp_path / "logs").iterdir())) == 3
+
+
+PROGRAM = ROOT / "examples/grpo/qwen_grpo_tutorial/main.py"
+
+
+def test_a_start_behind_the_first_begins_with_the_run_that_this_one_reported(
+    tmp_path: Path,
+) -> None:
+    restarts = Restarts(num_left=2)
+    first = read_options(["--ranks", "2", "--", str(PROGRAM), "--a.b", "c"], {})
+    (tmp_path / "directory").write_text("output/run/7\n")
+    again = restarts.next_options(first, tmp_path)
+    assert again is not None
+    where = ("--resume_training", "true", "--output_dir", "output/run/7")
+    assert again.command == (*first.command, *where) and restarts.num_left == 1
 
 
 def test_a_job_that_comes_no_further_is_given_up(tmp_path: Path) -> None:

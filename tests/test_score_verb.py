@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from mindgrpo.cli import score
 from mindgrpo.cli.verbs import main
 from mindgrpo.config.rl import RewardConfig
 from mindgrpo.rewards.builtin import BUILTINS
@@ -125,6 +126,22 @@ def test_completions_of_a_run_and_failures(
     assert [row[-2:] for row in rows[:2]] == [["1.000", "0.500"], ["failed", "0.100"]]
     assert "fragile: mean 1.0000 of 1; errors 1, exceptions 1" in said
     assert "ZeroDivisionError" in said
+
+
+def test_the_mean_is_of_all_steps(
+    capsys: pytest.CaptureFixture[str],
+    reward: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(score, "STEP", 2)
+    file = completions_file(tmp_path)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.dumps(row | {"length": length}) for length in (3, 6) for row in rows]
+    file.write_text("\n".join(lines) + "\n")
+    words = ["--reward", f"{reward}:by_length", "--data", str(file), "--limit", "4"]
+    said = said_by(capsys, *words, "--max-completion-length", "10")
+    assert "by_length: mean 0.4500 of 4" in said
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mindgrpo.algorithm.surrogates import LOSS_TYPES
+from mindgrpo.algorithm.surrogates import LOSS_TYPES, cispo, clipped_surrogate
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 from mindgrpo.report.samples import evenly, significant
 
@@ -129,7 +129,7 @@ def clipping(run: RunFolder) -> dict[str, Any] | None:
     """Returns the bounds by which the page marks the tokens that the update clipped; None where no ratio is clipped."""
     values = run.values
     loss = LOSS_TYPES.get(values.get("rl_config.loss_type", "grpo"))
-    if loss is None or loss.epsilon is None or loss.surrogate not in ("clip", "cispo"):
+    if loss is None or loss.epsilon is None or loss.surrogate not in (clipped_surrogate, cispo):
         return None
     bounds = (values.get("rl_config.dual_clip"), values.get("rl_config.delta"))
     return {
@@ -137,5 +137,5 @@ def clipping(run: RunFolder) -> dict[str, Any] | None:
         "high": number_of(values, "rl_config.epsilon_high", loss.epsilon[1]),
         "bound": next((significant(bound) for bound in bounds if bound is not None), None),
         "by_sequence": values.get("rl_config.importance_sampling_level") == "sequence",
-        "both_signs": loss.surrogate == "cispo",
+        "both_signs": loss.surrogate is cispo,
     }
