@@ -102,7 +102,7 @@ def policy_of(backend: CpuBackend, loss: AlgorithmConfig, shape: MicroShape) -> 
     config = read_config(MODEL)
     layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
-    settings = UpdateSettings(shape, LENGTH, 1.0, KEEP_ALL, loss, 1.0, adamw)
+    settings = UpdateSettings(shape, LENGTH, 1.0, KEEP_ALL, loss, 1.0, adamw, max_tokens=LENGTH)
     policy = Policy(config, layout, backend, settings)
     load_weights(policy.weights, MODEL)
     return policy

@@ -429,7 +429,8 @@ def test_the_gradient_of_distillation_is_in_expectation_that_of_the_reverse_kl()
 def test_reinforce_plus_plus_has_token_advantages_only_with_kl_in_the_reward(
     name: str, beta: float
 ) -> None:
-    config = advantages_of(3, name, "batch", beta, "k1", mask_truncated_completions=True)
+    keys = {"kl_in_reward": True, "beta": beta, "kl_estimator": "k1"}
+    config = advantages_of(3, name, "batch", mask_truncated_completions=True, **keys)
     batch, _ = compute_advantages(ROLLOUT, REWARDS, config, OLD, REFERENCE)
     pairs = zip(OLD, REFERENCE, strict=True)
     penalty = [beta * (own.astype(float) - reference) for own, reference in pairs]

@@ -118,7 +118,7 @@ def config(**keys: Any) -> Config:
         ({"unbiased_kl": True, "beta": 0.0}, "leaves none there"),
         ({"unbiased_kl": True, "enable_oldpolicy": False}, "how far the policy has moved"),
         ({"rejection_veto": 0.1, "enable_oldpolicy": False}, "rejection_veto needs the policy's"),
-        ({"dynamic_sampling_rounds": 3}, "so nothing is replaced"),
+        ({"dynamic_sampling_rounds": 4}, "so nothing is replaced"),
         (
             {
                 "dynamic_sampling": True,

@@ -129,7 +129,7 @@ def test_the_loss_and_its_slope_by_each_log_prob_are_numpys(
     loss = LOSSES[name]
     expected, slopes = numpy_loss(loss, batch, logps)
     assert batch.old_logps is not None and batch.reference_logps is not None
-    weights = token_weights(batch.rollout.action_lengths, loss)
+    weights = token_weights(batch.rollout.action_lengths, loss, max_tokens=LENGTH)
     shape = MicroShape(len(batch), LENGTH, 1)
     (micro,) = PackedRollout(batch.rollout).micro_batches(shape, 1, 0)
     blank = np.zeros(micro.picks.size, np.float32)
