@@ -24,6 +24,7 @@ PACKAGE = ROOT / "mindgrpo"
 ROOMS = (
     "errors",
     "strict_files",
+    "settings",
     "user_code",
     "parallel",
     "health",
@@ -56,6 +57,7 @@ ROOMS = (
 MAX_ROOT_MODULES = 6
 WITHOUT_MINDSPORE = (
     "errors",
+    "settings",
     "strict_files",
     "health",
     "config",

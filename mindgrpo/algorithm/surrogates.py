@@ -257,9 +257,11 @@ else:
 
 
 def _titles() -> str:
-    told = groupby(LOSS_TYPES.items(), lambda item: item[1].title)
-    named = ((title, [f"{name} ({loss.aggregation})" for name, loss in own]) for title, own in told)
-    return "; ".join(f"{', '.join(names)}: {title}" for title, names in named)
+    titles = []
+    for title, losses in groupby(LOSS_TYPES.items(), lambda item: item[1].title):
+        names = (f"{name} ({loss.aggregation})" for name, loss in losses)
+        titles.append(f"{', '.join(names)}: {title}")
+    return "; ".join(titles)
 
 
 def _of_papers(end: int) -> str:
