@@ -136,12 +136,13 @@ class PartialRolloutKeys(Section):
         return self.partial_rollout_chunk or DEFAULT_CHUNK
 
 
-class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRolloutKeys):
+class TrainingKeys(CheckpointKeys):
+    """What every run reads, supervised training too: its data, its length, its batches, and what it writes."""
+
     model_name: OptionalText = None
     """name of the model in the console output"""
     deterministic: Annotated[Literal["ON", "OFF"], BEFORE_UPPER, spelled("ON", "OFF")] = "OFF"
     """ON: request bit-reproducible kernels from the device"""
-
     dataset_file: OptionalText = None
     """training prompts and answers: a .jsonl, .json, .csv, .parquet, .arrow or .mindrecord file, a directory of
     Hugging Face datasets, or a name on a hub, such as openai/gsm8k:main; null, with an environment only: rows whose
@@ -154,13 +155,8 @@ class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRollout
     eval_dataset_split: OptionalText = None
     """split to read if eval_dataset_file is a directory or a name on a hub; null: validation or test, whichever
     exists, or the only split"""
-    dataset_type: Annotated[Literal["gsm8k", "openr1math", "plain"] | None, BEFORE_NAME] = None
-    """how to read the gold answer. gsm8k: the text after the last ####, which every row must have; openr1math, plain:
-    the whole answer; null: the text after the last #### if there is one, else the whole answer"""
     dataset_map_keys: Annotated[list[str], BEFORE_LIST] = []
     """NAME=KEY pairs that rename columns of the data set, such as question=problem"""
-    dataset_columns: Annotated[list[str] | None, BEFORE_LIST] = None
-    """columns to pass to reward functions in addition to the answer; null: all"""
     tokenizer_dir: OptionalText = None
     """directory of the tokenizer, or a name on a hub; null: actor_config.load"""
     system_prompt: OptionalText = None
@@ -173,7 +169,6 @@ class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRollout
     prompt_overflow: Literal["error", "drop", "left", "right"] = "error"
     """what to do with a prompt that is longer than generate_config.max_prompt_length. error: report an error; drop:
     skip the row; left, right: truncate the prompt on that side"""
-
     epochs: int = Field(1, ge=1)
     """number of passes over the data set if max_steps is null"""
     max_steps: int | None = Field(None, ge=1)
@@ -187,16 +182,65 @@ class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRollout
     """pack several samples into a row; false: one sample per row"""
     pack_num: int | None = Field(None, ge=1)
     """maximum number of samples per row; null: as many as fit"""
-
     micro_batch_interleaved: int = Field(1, ge=1)
     """split each micro-batch into this many parts to reduce the idle time of pipeline stages"""
-
     prompts_per_step: int | None = Field(
         None,
         ge=1,
         description="number of prompts per step, whatever the layout; null: num_rollouts x chunk_size x the "
         f"generator's data_parallel if one of the first two is set, else {DEFAULT_PROMPTS}",
     )
+    router_aux_loss_coef: float = Field(0.0, ge=0)
+    """coefficient of the loss that balances the load of experts (arXiv:2101.03961), with the load of all samples of an
+    update; 0: off. A config.json's value is not used"""
+    moe_router_bias_update_rate: float = Field(0.0, ge=0)
+    """how much an update moves the bias by which the router of DeepSeek-V3 chooses experts (arXiv:2408.15664), up for
+    those below the mean load and down for those above; 0: off"""
+    eval_steps: int = Field(0, ge=0)
+    """evaluate every N steps; 0: only before and after the run"""
+    eval_on_start: bool = True
+    """also evaluate before the first step"""
+    eval_samples: int | None = Field(None, ge=1)
+    """number of held-out prompts; null: all"""
+    max_skipped_updates: int = Field(3, ge=0)
+    """maximum number of consecutive updates that are skipped because of non-finite values; one more ends the run"""
+    dump_weights: bool = True
+    """when a batch with non-finite values is saved, also save the weights"""
+    tensorboard: bool = True
+    """write TensorBoard events"""
+    tensorboard_dir: OptionalText = None
+    """folder of the TensorBoard events; null: tensorboard/ in the run's folder"""
+    tensorboard_queue_size: int = Field(10, ge=1)
+    """number of events to buffer before writing"""
+    performance_stats: bool = False
+    """print the duration of each phase after every step"""
+
+    @field_validator("chat_template_date")
+    @classmethod
+    def _is_date(cls, text: str | None) -> str | None:
+        try:
+            datetime.fromisoformat(text or "2026-11-28")
+        except ValueError:
+            raise ValueError("must be a date, as in 2026-11-28 or 2026-11-28 09:30:00") from None
+        return text
+
+    @field_validator("dataset_map_keys")
+    @classmethod
+    def _are_pairs(cls, pairs: list[str]) -> list[str]:
+        names = [name.strip() for name, _, _ in (pair.partition("=") for pair in pairs)]
+        if not all("=" in pair for pair in pairs) or len(set(names)) < len(names):
+            raise ValueError(
+                "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
+            )
+        return pairs
+
+
+class RLConfig(AlgorithmConfig, TrainingKeys, ConversationKeys, PartialRolloutKeys):
+    dataset_type: Annotated[Literal["gsm8k", "openr1math", "plain"] | None, BEFORE_NAME] = None
+    """how to read the gold answer. gsm8k: the text after the last ####, which every row must have; openr1math, plain:
+    the whole answer; null: the text after the last #### if there is one, else the whole answer"""
+    dataset_columns: Annotated[list[str] | None, BEFORE_LIST] = None
+    """columns to pass to reward functions in addition to the answer; null: all"""
     num_rollouts: int | None = Field(None, ge=1)
     """MindRLHF's way to set the prompts of a step: number of rollouts of chunk_size prompts; null: 1"""
     chunk_size: int | None = Field(None, ge=1)
@@ -205,23 +249,10 @@ class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRollout
     """train each token with the experts that it had in the generator (R3); false: with those that a forward pass
     of the trainer chooses before the step's first update, the only way with vLLM. No effect on models without
     experts"""
-    router_aux_loss_coef: float = Field(0.0, ge=0)
-    """coefficient of the loss that balances the load of experts (arXiv:2101.03961), with the load of all samples of an
-    update; 0: off. A config.json's value is not used"""
-    moe_router_bias_update_rate: float = Field(0.0, ge=0)
-    """how much an update moves the bias by which the router of DeepSeek-V3 chooses experts (arXiv:2408.15664), up for
-    those below the mean load and down for those above; 0: off"""
     num_iterations: int = Field(1, ge=1)
     """number of passes over the samples of a step"""
     updates_per_rollout: int | None = Field(None, ge=1)
     """number of optimizer steps per pass over the samples; null: computed from micro_batch_num, else 1"""
-
-    eval_steps: int = Field(0, ge=0)
-    """evaluate every N steps; 0: only before and after the run"""
-    eval_on_start: bool = True
-    """also evaluate before the first step"""
-    eval_samples: int | None = Field(None, ge=1)
-    """number of held-out prompts; null: all"""
     eval_modes: Annotated[list[Literal["sampled", "greedy"]], BEFORE_LIST] = Field(
         default=["sampled"], min_length=1
     )
@@ -245,25 +276,12 @@ class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRollout
     checksum_interval: int | None = Field(1, ge=1)
     """compare the checksums of the generator's and the policy's weights, and those of replicas, every N steps; null:
     never"""
-    max_skipped_updates: int = Field(3, ge=0)
-    """maximum number of consecutive updates that are skipped because of non-finite values; one more ends the run"""
-    dump_weights: bool = True
-    """when a batch with non-finite values is saved, also save the weights"""
-
     save_prompt_completions_data: bool = True
     """write the completions of training to completions.jsonl"""
     save_prompt_completions_interval: int = Field(1, ge=1)
     """write completions every N steps"""
     save_prompt_completions_dir: OptionalText = None
     """folder of completions.jsonl; null: the run's folder"""
-    tensorboard: bool = True
-    """write TensorBoard events"""
-    tensorboard_dir: OptionalText = None
-    """folder of the TensorBoard events; null: tensorboard/ in the run's folder"""
-    tensorboard_queue_size: int = Field(10, ge=1)
-    """number of events to buffer before writing"""
-    performance_stats: bool = False
-    """print the duration of each phase after every step"""
 
     @field_validator("eval_modes")
     @classmethod
@@ -272,31 +290,12 @@ class RLConfig(AlgorithmConfig, CheckpointKeys, ConversationKeys, PartialRollout
             raise ValueError("must name each mode once, as in sampled,greedy")
         return modes
 
-    @field_validator("chat_template_date")
-    @classmethod
-    def _is_date(cls, text: str | None) -> str | None:
-        try:
-            datetime.fromisoformat(text or "2026-11-28")
-        except ValueError:
-            raise ValueError("must be a date, as in 2026-11-28 or 2026-11-28 09:30:00") from None
-        return text
-
     @field_validator("logprob_gap_limit")
     @classmethod
     def _is_positive(cls, limit: object) -> object:
         if isinstance(limit, float) and limit <= 0:
             raise ValueError("must be above 0, or null for no limit")
         return limit
-
-    @field_validator("dataset_map_keys")
-    @classmethod
-    def _are_pairs(cls, pairs: list[str]) -> list[str]:
-        names = [name.strip() for name, _, _ in (pair.partition("=") for pair in pairs)]
-        if not all("=" in pair for pair in pairs) or len(set(names)) < len(names):
-            raise ValueError(
-                "must be NAME=KEY pairs with each NAME once, as in question=problem,answer=solution"
-            )
-        return pairs
 
     @property
     def counts_rollouts(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mindgrpo.config.rl import RLConfig
+from mindgrpo.config.rl import RLConfig, TrainingKeys
 from mindgrpo.config.schema import LIVE
 from mindgrpo.config.yaml_file import Sourced
 
@@ -19,24 +19,9 @@ SFT_KEYS: dict[str, str] = {
     "rl_config.prompts_per_step": "the rows of an update",
 }
 ORIGIN = "supervised training"
-# Of these sections every key is read, of rl_config those below.
+# Of these sections every key is read, of rl_config those of TrainingKeys and the seed.
 _SECTIONS = ("actor_config", "context", "monitor_config", "profiler_config", "msprobe_config")
-_READ = frozenset(
-    f"rl_config.{name}"
-    for name in (
-        *("model_name", "deterministic", "seed", "max_seconds", "performance_stats"),
-        *("dataset_file", "dataset_split", "dataset_map_keys", "tokenizer_dir", "chat_template"),
-        *("eval_dataset_file", "eval_dataset_split", "eval_steps", "eval_on_start", "eval_samples"),
-        *("chat_template_date", "system_prompt", "prompt_overflow", "epochs", "max_steps"),
-        "prompts_per_step",
-        *("batch_size", "seq_length", "packing", "pack_num", "micro_batch_interleaved"),
-        *("save_ckpt_interval", "save_max_ckpt_num", "save_ckpt_best", "save_ckpt_async"),
-        *("save_ckpt_format", "resume_training", "resume_changed"),
-        *("max_skipped_updates", "dump_weights"),
-        *("router_aux_loss_coef", "moe_router_bias_update_rate"),
-        *("tensorboard", "tensorboard_dir", "tensorboard_queue_size"),
-    )
-)
+_READ = frozenset(f"rl_config.{name}" for name in (*TrainingKeys.model_fields, "seed"))
 # About updates per rollout, and about tokens that a generator drew.
 _OF_ROLLOUTS = ("actor_config.parallel_config.micro_batch_num", "monitor_config.per_token")
 # There is no generator whose bits a token's numbers could have: unless asked, none pays for them.
