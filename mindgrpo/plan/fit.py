@@ -33,6 +33,13 @@ ADAPTER_RANK = 16
 Values = Mapping[str, int | bool | None]
 
 
+def words_of(values: Values) -> str:
+    """Formats values as arguments of a command."""
+    return " ".join(
+        f"--{key} {'null' if v is None else str(v).lower()}" for key, v in values.items()
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Change:
     """New values by key. Of two changes of one `kind` only one is made.
@@ -54,12 +61,8 @@ class Remedy:
     need: PhaseNeed
 
     def lines(self) -> list[str]:
-        words = (
-            f"--{key} {'null' if value is None else str(value).lower()}"
-            for key, value in _together(self.changes).items()
-        )
         costs = "; ".join(change.cost for change in self.changes)
-        return [" ".join(words), f"    then {_size_of(self.need)}; {costs}"]
+        return [words_of(_together(self.changes)), f"    then {_size_of(self.need)}; {costs}"]
 
 
 @dataclass(frozen=True)
