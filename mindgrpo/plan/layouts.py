@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mindgrpo.config import Loaded, config_with
+from mindgrpo.config import Loaded
 from mindgrpo.config.schema import values_by_key
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.host_memory import format_bytes
@@ -22,10 +22,11 @@ from mindgrpo.plan.fit import (
     context_degrees,
     kept_samples,
     layout_values,
+    with_values,
     words_of,
 )
 from mindgrpo.plan.memory import PhaseNeed, most_needed
-from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.plan.seconds import Roofline, StepSeconds
 
 SHOWN = 12
@@ -96,7 +97,7 @@ def _fitting(loaded: Loaded, plan: RunPlan, values: Values) -> Choice | None:
         if any(known[key] == value for key, value in saving.items()):
             continue
         chosen = {**values, **saving}
-        other = plan_run(config_with(loaded, chosen).config, plan.model, None, plan.teacher)
+        other = with_values(loaded, plan, chosen)
         if SEQUENCE in saving and other.train.mesh.mp == 1:
             continue
         if ZERO in saving and not other.shards_optimizer:
@@ -129,7 +130,7 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
         asked = _values(plan, (world // (mp * pp * cp), mp, pp, cp, chunks), infer_mp, ep)
         values = {key: value for key, value in asked.items() if known[key] != value}
         try:
-            other = plan_run(config_with(loaded, values).config, plan.model, None, plan.teacher)
+            other = with_values(loaded, plan, values)
         except UserError:
             continue
         if other.batch.samples_per_step == plan.batch.samples_per_step:
