@@ -13,14 +13,7 @@ from mindgrpo.backend.targets import Target
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of one device; of a whole host where all its ranks share `cores`.
-
-    Products of matrices have a peak in 16 bits and one in float32, of which large ones reach `matmul_share`. Links go
-    from a device to one other of its host and, `host_link`, from a device to other hosts, in each direction.
-    `launch_us` is the time between two kernels of a graph, `call_us` of an operation outside of graphs, `collective_us`
-    of a sum over ranks of any size, `sync_us` of a wait of the host for a result. `slow_ns` is an element's in
-    operations that run beside the device's fast units, `compile_ms` a kernel's in compilation.
-    """
+    """Rates of one device; of a whole host where all its ranks share `cores`. Config's Roofline says what each is."""
 
     matmul_tflops: float
     float32_tflops: float

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindgrpo.config import Loaded, config_with
@@ -19,11 +19,8 @@ from mindgrpo.plan.memory import PhaseNeed, most_needed, phase_needs
 from mindgrpo.plan.run_plan import LARGEST, RunPlan, plan_run
 
 KEY = "context.max_device_memory"
-PROPOSED = 3
-# Changes that are made together, where no single one is enough.
-MOST_TOGETHER = 3
-
-
+# So many remedies are proposed, of at most so many changes each.
+PROPOSED, MOST_TOGETHER = 3, 3
 # Model-parallel ranks exchange every layer's results: beyond a host of eight devices that takes longer than it saves.
 MODEL_DEGREES, STAGE_DEGREES, CONTEXT_DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)
 # Of the longest row, that a rank keeps. A share of fewer is small beside the weights of a rank, and data-parallel ranks
@@ -31,6 +28,13 @@ MODEL_DEGREES, STAGE_DEGREES, CONTEXT_DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16), 
 LEAST_CONTEXT_TOKENS = 8192
 ADAPTER_RANK = 16
 Values = Mapping[str, int | bool | None]
+
+
+def words_of(values: Values) -> str:
+    """Formats values as arguments of a command."""
+    return " ".join(
+        f"--{key} {'null' if v is None else str(v).lower()}" for key, v in values.items()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +45,9 @@ class Change:
     """
 
     kind: str
+    price: int
     values: Values
     cost: str
-    price: int
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,8 @@ class Remedy:
     need: PhaseNeed
 
     def lines(self) -> list[str]:
-        words = (
-            f"--{key} {'null' if value is None else str(value).lower()}"
-            for key, value in _together(self.changes).items()
-        )
         costs = "; ".join(change.cost for change in self.changes)
-        return [" ".join(words), f"    then {_size_of(self.need)}; {costs}"]
+        return [words_of(_together(self.changes)), f"    then {_size_of(self.need)}; {costs}"]
 
 
 @dataclass(frozen=True)
@@ -75,23 +75,28 @@ class Verdict:
         return None if self.budget is None else self.need.total <= self.budget
 
     def lines(self) -> list[str]:
+        size = _size_of(self.need)
         if self.budget is None:
             return [
-                f"not known, for {KEY} sets no limit: at most {_size_of(self.need)}; give --{KEY} 58GB or what the "
-                "device has"
+                f"not known, for {KEY} sets no limit: at most {size}; give --{KEY} 58GB or what the device has"
             ]
         allowed = f"{KEY} allows {format_bytes(self.budget)}"
         if self.fits:
-            return [f"fits: at most {_size_of(self.need)}, and {allowed}"]
-        lines = [f"does not fit: {_size_of(self.need)}, but {allowed}"]
+            return [f"fits: at most {size}, and {allowed}"]
+        lines = [f"does not fit: {size}, but {allowed}"]
         if not self.remedies:
             remedy = f"no {MOST_TOGETHER} changes that plan tries make it fit: use more devices"
             return [*lines, remedy]
         lines.append("the cheapest changes that make it fit:")
-        for number, each in enumerate(self.remedies, start=1):
-            head, *rest = each.lines()
-            lines += [f"{number}. {head}", *rest]
+        for number, remedy in enumerate(self.remedies, start=1):
+            head, costs = remedy.lines()
+            lines += [f"{number}. {head}", costs]
         return lines
+
+
+def with_values(loaded: Loaded, plan: RunPlan, values: Values) -> RunPlan:
+    """Plans the run of `plan` with other values of keys. Raises UserError."""
+    return plan_run(config_with(loaded, values).config, plan.model, None, plan.teacher)
 
 
 def verdict(loaded: Loaded, plan: RunPlan) -> Verdict:
@@ -110,37 +115,26 @@ def _remedies(loaded: Loaded, plan: RunPlan, budget: int) -> Iterator[Remedy]:
     """Yields the cheapest first; none that contains a smaller remedy."""
     # Those of one change are asked for twice.
     needs_with = functools.cache(functools.partial(_needs_with, loaded, plan))
-    changes = _helpful(plan, budget, needs_with)
-    numbers = range(1, MOST_TOGETHER + 1)
-    together = [chosen for number in numbers for chosen in itertools.combinations(changes, number)]
-    enough: list[set[Change]] = []
-    for chosen in sorted(together, key=lambda chosen: sum(change.price for change in chosen)):
-        if any(known <= set(chosen) for known in enough) or not _agree(chosen):
-            continue
-        needs = needs_with(chosen)
-        most = max(needs, key=lambda need: need.total, default=None)
-        if most is not None and most.total <= budget:
-            enough.append(set(chosen))
-            yield Remedy(chosen, most)
-
-
-def _helpful(
-    plan: RunPlan, budget: int, needs_with: Callable[[tuple[Change, ...]], list[PhaseNeed]]
-) -> list[Change]:
-    """Returns the changes that take something from a phase that does not fit."""
     over = {need.phase: need.total for need in phase_needs(plan) if need.total > budget}
-    return [
+    # Those that take something from a phase that does not fit.
+    helpful = [
         change
         for change in changes_for(plan)
         if any(need.total < over.get(need.phase, 0) for need in needs_with((change,)))
     ]
-
-
-def _agree(chosen: Sequence[Change]) -> bool:
-    """Returns whether no two changes set one key or are of one kind."""
-    num_values = sum(len(change.values) for change in chosen)
-    kinds = {change.kind for change in chosen}
-    return len(_together(chosen)) == num_values and len(kinds) == len(chosen)
+    numbers = range(1, MOST_TOGETHER + 1)
+    together = [chosen for number in numbers for chosen in itertools.combinations(helpful, number)]
+    enough: list[set[Change]] = []
+    for chosen in sorted(together, key=lambda chosen: sum(change.price for change in chosen)):
+        num_kinds = len({change.kind for change in chosen})
+        num_values = sum(len(change.values) for change in chosen)
+        agree = num_kinds == len(chosen) and num_values == len(_together(chosen))
+        if any(known <= set(chosen) for known in enough) or not agree:
+            continue
+        most = max(needs_with(chosen), key=lambda need: need.total, default=None)
+        if most is not None and most.total <= budget:
+            enough.append(set(chosen))
+            yield Remedy(chosen, most)
 
 
 def _together(chosen: Sequence[Change]) -> Values:
@@ -150,9 +144,7 @@ def _together(chosen: Sequence[Change]) -> Values:
 def _needs_with(loaded: Loaded, plan: RunPlan, chosen: Sequence[Change]) -> list[PhaseNeed]:
     """Returns no needs where the configuration, the model or the batch does not allow the changes."""
     try:
-        new = plan_run(
-            config_with(loaded, _together(chosen)).config, plan.model, None, plan.teacher
-        )
+        new = with_values(loaded, plan, _together(chosen))
     except UserError:
         return []
     new.take_reshard(plan)
@@ -162,78 +154,92 @@ def _needs_with(loaded: Loaded, plan: RunPlan, chosen: Sequence[Change]) -> list
 
 def changes_for(plan: RunPlan) -> list[Change]:
     """Returns all that might help, from the cheapest on."""
-    kinds = (_memory_for_time, _rows, _slots, _layouts, _generator_layouts, _more_devices)
-    changes = [change for kind in kinds for change in kind(plan)]
+    changes = [*_settings(plan), *_layouts(plan)]
     return sorted(changes, key=lambda change: change.price)
 
 
-def _memory_for_time(plan: RunPlan) -> Iterator[Change]:
-    """Proposes sequence parallelism, recomputation, moments on the host, and adapters."""
-    actor = plan.config.actor_config
-    if plan.train.mesh.mp > 1 and not plan.train.splits_tokens:
-        values: Values = {"actor_config.parallel_config.use_seq_parallel": True}
-        cost = (
-            "the ranks of a layer share out its tokens between attention and MLP: twice as many exchanges of half the "
-            "size, and a gather more for gradients"
-        )
-        yield Change("tokens", values, cost, 1)
-    recompute, keys = actor.recompute_config, "actor_config.recompute_config."
-    if recompute.modules != {"attention", "mlp"} or recompute.every > 1:
-        values = {f"{keys}recompute": True}
-        if recompute.select_recompute:
-            values = {**values, f"{keys}select_recompute": False}
-        cost = (
-            "layers are computed again in the backward pass, about a third more work in an update"
-        )
-        yield Change("recompute", values, cost, 1)
-    if plan.trained.has_replicas and not actor.enable_parallel_optimizer:
-        cost = f"{plan.train.num_replicas} replicas share out the optimizer's state and gather weights in every update"
-        yield Change("sharding", {"actor_config.enable_parallel_optimizer": True}, cost, 1)
-    if not actor.optimizer.opt_offload:
-        trained, updated = plan.trained_bytes(LARGEST), plan.optimizer_bytes(LARGEST)
-        copied = format_bytes(2 * (trained + updated))
-        cost = (
-            f"{format_bytes(2 * updated)} of host memory a rank, {copied} between device and host and the processors' "
-            "AdamW in every update"
-        )
-        yield Change("offload", {"actor_config.optimizer.opt_offload": True}, cost, 3)
+def _settings(plan: RunPlan) -> Iterator[Change]:
+    """Proposes settings that take memory for time; those that change nothing help nothing."""
+    rl, actor = plan.config.rl_config, plan.config.actor_config
+    generate, ref_rows = plan.config.generate_config, plan.config.ref_config.ref_model_batch_size
+    trained, updated = plan.trained_bytes(LARGEST), plan.optimizer_bytes(LARGEST)
+    again: Values = {"actor_config.recompute_config.recompute": True}
+    if actor.recompute_config.select_recompute:
+        again = {**again, "actor_config.recompute_config.select_recompute": False}
+    # Where micro_batch_num counts updates in rows, parts of a micro-batch leave their number alone.
+    one_row: Values = {"rl_config.micro_batch_interleaved": rl.batch_size}
+    if actor.parallel_config.micro_batch_num is None:
+        one_row = {"rl_config.batch_size": 1}
+    yield Change(
+        *("tokens", 1, {"actor_config.parallel_config.use_seq_parallel": True}),
+        "the ranks of a layer share out its tokens between attention and MLP: twice as many exchanges of half the "
+        "size, and a gather more for gradients",
+    )
+    cost = "layers are computed again in the backward pass, about a third more work in an update"
+    yield Change("recompute", 1, again, cost)
+    yield Change(
+        *("sharding", 1, {"actor_config.enable_parallel_optimizer": True}),
+        f"{plan.train.num_replicas} replicas share out the optimizer's state and gather weights in every update",
+    )
+    yield Change(
+        *("offload", 3, {"actor_config.optimizer.opt_offload": True}),
+        f"{format_bytes(2 * updated)} of host memory a rank, {format_bytes(2 * (trained + updated))} between device "
+        "and host and the processors' AdamW in every update",
+    )
     if plan.lora is None:
         cost = f"trains adapters of rank {ADAPTER_RANK} instead of all weights: another learning"
-        yield Change("adapters", {"actor_config.lora.rank": ADAPTER_RANK}, cost, 100)
-
-
-def _rows(plan: RunPlan) -> Iterator[Change]:
-    """Proposes fewer tokens per micro-batch: fewer rows, or shorter ones."""
-    config = plan.config
-    rl, train = config.rl_config, config.actor_config.parallel_config
-    if rl.batch_size > rl.micro_batch_interleaved:
-        # Where micro_batch_num counts updates in rows, parts of a micro-batch leave their number alone.
-        values: Values = {"rl_config.micro_batch_interleaved": rl.batch_size}
-        if train.micro_batch_num is None:
-            values = {"rl_config.batch_size": 1}
-        cost = f"{rl.batch_size} times as many micro-batches of one row"
-        yield Change("rows", values, cost, 2)
-    generate = config.generate_config
+        yield Change("adapters", 100, {"actor_config.lora.rank": ADAPTER_RANK}, cost)
+    cost = f"{rl.batch_size} times as many micro-batches of one row"
+    yield Change("rows", 2, one_row, cost)
     longest = generate.max_prompt_length + generate.sampling_config.max_tokens
     if rl.packing and rl.seq_length > longest:
         cost = f"rows of {longest} tokens, the longest sample, hold fewer samples: more padding, more micro-batches"
-        yield Change("length", {"rl_config.seq_length": longest}, cost, 2)
-
-
-def _slots(plan: RunPlan) -> Iterator[Change]:
-    """Proposes fewer samples in flight, and a smaller batch of the reference."""
-    slots, group = plan.cache_config.slots, plan.config.rl_config.num_generations
-    fewer = slots // 2
-    while fewer >= group:
+        yield Change("length", 2, {"rl_config.seq_length": longest}, cost)
+    slots = fewer = plan.cache_config.slots
+    while (fewer := fewer // 2) >= rl.num_generations:
         cost = (
             f"{fewer} samples in flight on each replica instead of {slots}: generation takes longer"
         )
-        yield Change("slots", {"generate_config.max_num_seqs": fewer}, cost, 2)
-        fewer //= 2
-    rows = plan.config.ref_config.ref_model_batch_size
-    if plan.reference is not None and rows > 1:
-        cost = f"{rows} times as many forward passes of the reference"
-        yield Change("reference rows", {"ref_config.ref_model_batch_size": 1}, cost, 2)
+        yield Change("slots", 2, {"generate_config.max_num_seqs": fewer}, cost)
+    cost = f"{ref_rows} times as many forward passes of the reference"
+    yield Change("reference rows", 2, {"ref_config.ref_model_batch_size": 1}, cost)
+
+
+def _layouts(plan: RunPlan) -> Iterator[Change]:
+    """Proposes finer layouts of the trainer, whose rows are shared out where they are long, and of the generator; then
+    more devices, for more stages and replicas."""
+    train, infer = plan.train.mesh, plan.infer.mesh
+    now = train.mp, train.pp, train.cp
+    degrees = itertools.product(MODEL_DEGREES, STAGE_DEGREES, context_degrees(plan))
+    for model, stages, context in degrees:
+        data, left_over = divmod(train.size, model * stages * context)
+        if left_over or data > train.dp or (model, stages, context) == now:
+            continue
+        finer = Mesh(data, model, stages, context)
+        # Of one stage there are no chunks.
+        chunks = 1 if stages == 1 and plan.train.num_chunks > 1 else None
+        shared = context if context != train.cp else None
+        values = layout_values("actor_config", data, model, stages, shared, chunks)
+        changed = zip((model, stages, context), now, strict=True)
+        steps = sum(abs(new.bit_length() - old.bit_length()) for new, old in changed)
+        cost = f"trains in {finer} instead of {train}: more exchange between ranks"
+        yield Change("layout", 4 + steps, values, cost)
+    for model in (degree for degree in MODEL_DEGREES if degree > infer.mp):
+        if infer.size % model == 0:
+            data = infer.size // model
+            values = {**layout_values("generate_config", data, model), **kept_samples(plan)}
+            cost = (
+                f"generates in DP{data}/MP{model} instead of {infer}: more exchange between ranks"
+            )
+            yield Change("generator layout", 4, values, cost)
+    for times in (2, 4, 8):
+        values = {
+            **layout_values("actor_config", train.dp, train.mp, train.pp * times),
+            "generate_config.parallel_config.data_parallel": infer.dp * times,
+            **kept_samples(plan),
+        }
+        cost = f"takes {times * train.size} devices instead of {train.size}"
+        yield Change("devices", 20 * times, values, cost)
 
 
 def layout_values(
@@ -257,37 +263,6 @@ def context_degrees(plan: RunPlan) -> list[int]:
     return sorted(long_enough | {now})
 
 
-def _layouts(plan: RunPlan) -> Iterator[Change]:
-    """Proposes finer layouts of the trainer on as many devices; rows are shared out where they are long."""
-    mesh = plan.train.mesh
-    now = mesh.mp, mesh.pp, mesh.cp
-    degrees = itertools.product(MODEL_DEGREES, STAGE_DEGREES, context_degrees(plan))
-    for model, stages, context in degrees:
-        data, left_over = divmod(mesh.size, model * stages * context)
-        if left_over or data > mesh.dp or (model, stages, context) == now:
-            continue
-        finer = Mesh(data, model, stages, context)
-        cost = f"trains in {finer} instead of {mesh}: more exchange between ranks"
-        # Of one stage there are no chunks.
-        chunks = 1 if stages == 1 and plan.train.num_chunks > 1 else None
-        shared = context if context != mesh.cp else None
-        values = layout_values("actor_config", data, model, stages, shared, chunks)
-        changed = zip((model, stages, context), now, strict=True)
-        steps = sum(abs(new.bit_length() - old.bit_length()) for new, old in changed)
-        yield Change("layout", values, cost, 4 + steps)
-
-
-def _generator_layouts(plan: RunPlan) -> Iterator[Change]:
-    mesh = plan.infer.mesh
-    model = 2 * mesh.mp
-    while model <= max(MODEL_DEGREES) and mesh.size % model == 0:
-        data = mesh.size // model
-        values = {**layout_values("generate_config", data, model), **kept_samples(plan)}
-        cost = f"generates in DP{data}/MP{model} instead of {mesh}: more exchange between ranks"
-        yield Change("generator layout", values, cost, 4)
-        model *= 2
-
-
 def kept_samples(plan: RunPlan) -> Values:
     """Keeps the number of a step's prompts where it depends on the generator's replicas."""
     rl = plan.config.rl_config
@@ -298,16 +273,3 @@ def kept_samples(plan: RunPlan) -> Values:
         if getattr(rl, name) is not None:
             kept[f"rl_config.{name}"] = None
     return kept
-
-
-def _more_devices(plan: RunPlan) -> Iterator[Change]:
-    train, infer = plan.train.mesh, plan.infer.mesh
-    for times in (2, 4, 8):
-        stages = train.pp * times
-        values = {
-            **layout_values("actor_config", train.dp, train.mp, stages),
-            "generate_config.parallel_config.data_parallel": infer.dp * times,
-            **kept_samples(plan),
-        }
-        cost = f"takes {times * train.size} devices instead of {train.size}"
-        yield Change("devices", values, cost, 20 * times)

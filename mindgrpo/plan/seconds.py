@@ -1,39 +1,68 @@
-"""Estimates the seconds of each phase of a step by a roofline: counts of plan/work.py over the rates of devices. Pure.
+"""Estimates the seconds of each phase of a step: counts of what a rank computes, reads and sends, over rates. Pure.
 
-A phase has a limit: the time of what no program could leave out (each real token once forward, and backward in an
-update; weights read once a decoded token; bytes that must move), at the same rates and without padding, launches or
-waiting. Refuses to guess what rewards and data cost, and what a network between hosts shares.
+Counts follow from numbers of parameters and tokens: a layer is an average one of the model, and ranks that split it
+have equal parts. Refuses to guess what rewards and data cost, and what hosts share of a network.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
-import numpy as np
-
-from mindgrpo.algorithm.packing import PICK_BUCKETS, MicroShape
+from mindgrpo.algorithm.packing import MicroShape
+from mindgrpo.algorithm.row_shapes import TOKENS_PER_MICRO_BATCH, row_lengths
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.speeds import SPEEDS, Speeds, device_of
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
+from mindgrpo.models.expert_plan import CAPACITIES
 from mindgrpo.models.parameters import num_active_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.activations import WHOLE_LAYER
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.micro_shapes import kernel_kind, reference_shape, update_shape
-from mindgrpo.plan.run_plan import LARGEST, RunPlan, share_of
-from mindgrpo.plan.sample_counts import SampleCounts, mean_read, prompt_calls
-from mindgrpo.plan.work import FLOAT, FUSED, NATIVE, GraphCounts, LayerWork, Passes, Work
-from mindgrpo.rollout.embedded.kv_cache import read_lengths
+from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, share_of
+from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
-# Weights, gradients and two moments are read, and written with a copy in 16 bits.
-FEWEST_OPTIMIZER_BYTES = 34
-# Of a micro-batch the host reads a loss, log-probs and entropies; of an update it gathers numbers over all ranks twice.
-READS, GATHERS = 3, 2
-Seconds = Mapping[str, float]
+# Kernels of each graph, of a layer and beside all layers; `backward` is the last stage's. Of fused kernels they are
+# counted in the compiler's own output for the accelerator, in 16 bits; on processors one C call decodes.
+FUSED = {"decode": (14, 56), "prompt": (19, 4), "forward": (23, 28), "backward": (59, 116)} | {
+    "optimizer": (42, 23)
+}
+NATIVE = dict.fromkeys(FUSED, (0, 0)) | {"forward": (14, 20), "backward": (40, 60)}
+# Bytes of memory: a parameter in the optimizer (norm, scale, AdamW, rounding, zeroing), an element in its checksums.
+OPTIMIZER_BYTES, CHECKED_BYTES = 45.0, {"fused": 26.0, "native": 4.0}
+# Calls outside of graphs of a weight sync, a tensor (scripts/bench/sync_calls.py counts them).
+SYNC_CALLS = 2.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Counts of one rank: `flops`, of products that read `weights` bytes of matrices and of attention.
+
+    In bytes: `memory` that other kernels read and write, `summed` over a group, `sent` over one link, `copied` between
+    device and host. `slow` are logits that a processor draws a token from; the others are numbers: `sums` over ranks,
+    `kernels`, `calls` outside of graphs, `waits` of the host.
+    """
+
+    flops: float = 0.0
+    weights: float = 0.0
+    memory: float = 0.0
+    summed: float = 0.0
+    sums: float = 0.0
+    sent: float = 0.0
+    copied: float = 0.0
+    slow: float = 0.0
+    kernels: float = 0.0
+    calls: float = 0.0
+    waits: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Work)))
+
+    def __mul__(self, times: float) -> Work:
+        return Work(*(getattr(self, f.name) * times for f in fields(Work)))
 
 
 @dataclass(frozen=True)
@@ -41,8 +70,7 @@ class PhaseSeconds:
     """`by` has the seconds of a step's phase by what takes them; "idle" is waiting for other stages."""
 
     phase: str
-    by: Seconds
-    limit: float
+    by: Mapping[str, float]
     work: Work
 
     @property
@@ -53,52 +81,56 @@ class PhaseSeconds:
     def idle_share(self) -> float:
         return self.by.get("idle", 0.0) / self.seconds if self.seconds else 0.0
 
-    def __add__(self, other: PhaseSeconds) -> PhaseSeconds:
-        """Returns one phase after the other, as one of this one's name."""
-        kinds = self.by.keys() | other.by.keys()
-        by = {kind: self.by.get(kind, 0.0) + other.by.get(kind, 0.0) for kind in sorted(kinds)}
-        return PhaseSeconds(self.phase, by, self.limit + other.limit, self.work + other.work)
+    def line(self) -> str:
+        """Names the two largest parts, and how much of the time stages wait for one another."""
+        order = sorted(self.by, key=lambda kind: -self.by[kind])
+        largest = [f"{kind} {self.by[kind]:.2f}" for kind in order[:2] if self.by[kind] >= 0.005]
+        if self.idle_share >= 0.01:
+            largest.append(f"{self.idle_share:.0%} idle")
+        return f"{self.phase:<11}{self.seconds:>9.2f}  {', '.join(largest)}".rstrip()
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A step's phases, and the seconds of compilation before the first step has ended."""
+    """A step's phases, the seconds of compilation before it has ended the first time, and what was `assumed`.
+
+    `tokens` are of all samples with their prompts, for one device.
+    """
 
     phases: Sequence[PhaseSeconds]
     compile: float
     assumed: str
-    # Of all samples with their prompts, for one device.
     tokens: float
 
     @property
     def total(self) -> float:
         return sum(phase.seconds for phase in self.phases)
 
-    @property
-    def limit(self) -> float:
-        return sum(phase.limit for phase in self.phases)
-
     def lines(self) -> list[str]:
-        head = f"{'':<11}{'seconds':>9}{'limit':>9}{'share':>7}  mostly"
-        rows = [_row(p.phase, p.seconds, p.limit, _mostly(p)) for p in self.phases]
         speed = f"{self.tokens / self.total:.0f} tokens/s a device, prompts and completions"
-        step = _row("step", self.total, self.limit, speed)
-        compiled = f"some {self.compile:.0f} s of compilation before the first step has ended"
-        return [head, *rows, step, self.assumed, compiled]
+        return [
+            f"{'':<11}{'seconds':>9}  mostly",
+            *(phase.line() for phase in self.phases),
+            f"{'step':<11}{self.total:>9.2f}  {speed}",
+            self.assumed,
+            f"some {self.compile:.0f} s of compilation before the first step has ended",
+        ]
 
 
-def _row(name: str, seconds: float, limit: float, mostly: str) -> str:
-    share = limit / seconds if seconds else 1.0
-    return f"{name:<11}{seconds:>9.2f}{limit:>9.2f}{share:>7.0%}  {mostly}".rstrip()
+def paced(
+    stages: Sequence[Mapping[str, float]], micro_batches: int, num_chunks: int, share_cores: bool
+) -> dict[str, float]:
+    """Paces a pipeline by its slowest stage, which idles while a micro-batch is in a chunk of each of the others.
 
-
-def _mostly(phase: PhaseSeconds) -> str:
-    """Names the two largest parts, and how much of the time stages wait for one another."""
-    order = sorted(phase.by, key=lambda kind: -phase.by[kind])
-    largest = [f"{kind} {phase.by[kind]:.2f}" for kind in order[:2] if phase.by[kind] >= 0.005]
-    if phase.idle_share >= 0.01:
-        largest.append(f"{phase.idle_share:.0%} idle")
-    return ", ".join(dict.fromkeys(largest))
+    Where ranks share cores, those that wait leave theirs to the others.
+    """
+    if share_cores:
+        times = micro_batches / len(stages)
+        return {kind: times * sum(own[kind] for own in stages) for kind in stages[0]}
+    totals = [sum(by.values()) for by in stages]
+    slowest = stages[totals.index(max(totals))]
+    by = {kind: micro_batches * value for kind, value in slowest.items()}
+    return by | {"idle": (sum(totals) - max(totals)) / num_chunks}
 
 
 def speeds_of(config: Config) -> Speeds:
@@ -123,17 +155,12 @@ class Rates:
         sharing = here if speeds.cores else 1
         # Ranks that wait their turn for a core.
         self.crowd = max(1.0, here / speeds.cores) if speeds.cores else 1.0
-        peak = speeds.float32_tflops if itemsize == FLOAT else speeds.matmul_tflops
+        peak = speeds.float32_tflops if itemsize == FLOAT_BYTES else speeds.matmul_tflops
         self.flops = 1e12 * peak * speeds.matmul_share / sharing
         self.memory = 1e9 * speeds.memory_GB_per_s * speeds.memory_share / sharing
         self.link = 1e9 * speeds.link_GB_per_s * speeds.link_share / sharing
         self.host_link = 1e9 * speeds.host_link_GB_per_s * speeds.link_share
-        self.host_copy = 1e9 * speeds.host_copy_GB_per_s
         self.speeds = speeds
-
-    @property
-    def shares_cores(self) -> bool:
-        return self.speeds.cores > 0
 
     def sum_seconds(self, num_bytes: float, group: int) -> float:
         """A sum over `group` ranks, scattered and gathered; a device uses its links to all others at once."""
@@ -142,316 +169,304 @@ class Rates:
         moved = 2 * num_bytes * (group - 1) / group
         if group > self.speeds.devices_per_host:
             return moved / self.host_link
-        return moved / (self.link * (1 if self.shares_cores else group - 1))
+        return moved / (self.link * (1 if self.speeds.cores else group - 1))
 
     def seconds(self, work: Work, group: int, is_serial: bool) -> dict[str, float]:
         """Returns the seconds by kind of work that sums over `group` ranks."""
         speeds, micro = self.speeds, 1e-6 * self.crowd
+        sums = self.sum_seconds(work.summed, group) + work.sums * micro * speeds.collective_us
         by = {
-            "products": max(work.products / self.flops, work.weights / self.memory),
-            "attention": work.attention / self.flops,
+            "products": max(work.flops / self.flops, work.weights / self.memory),
             "memory": work.memory / self.memory,
-            "sums": self.sum_seconds(work.summed, group) + work.sums * micro * speeds.collective_us,
-            "links": work.sent / self.link + work.sent_far / self.host_link,
+            "sums": sums,
+            "links": work.sent / self.link,
             "slow operations": work.slow * 1e-9 * speeds.slow_ns * self.crowd,
         }
         launches = work.kernels * micro * speeds.launch_us
         by["launches"] = launches if is_serial else max(0.0, launches - sum(by.values()))
         by["calls"] = work.calls * micro * speeds.call_us
-        by["host"] = work.waits * micro * speeds.sync_us + work.copied / self.host_copy
-        return by
+        copied = work.copied / 1e9 / speeds.host_copy_GB_per_s
+        return by | {"host": work.waits * micro * speeds.sync_us + copied}
+
+
+@dataclass(frozen=True)
+class SampleCounts:
+    """`count` samples, `group` of them a prompt, and their lengths in tokens."""
+
+    count: float
+    group: int
+    prompt: int
+    completion: float
+    longest: int
+
+    @property
+    def prompts(self) -> float:
+        return math.ceil(self.count / self.group)
+
+    def micro_batches(self, shape: MicroShape, shares: int) -> int:
+        """Counts each rank's micro-batches: a row takes whole groups, and then samples of one more."""
+        cost = max(1.0, self.completion - 1)
+        groups, room = divmod(shape.length, self.prompt + self.group * cost)
+        fit = int(groups * self.group + max(0, (room - self.prompt) // cost))
+        a_row = max(1, min(fit, shape.max_per_row or fit, math.ceil(self.count)))
+        return max(1, math.ceil(math.ceil(self.count / a_row) / (shape.rows * shares)))
+
+    def in_rows(self, widest: MicroShape, shares: int, cost: float) -> tuple[int, MicroShape]:
+        """Returns each rank's micro-batches and their shape, the cheapest as row_shapes.py chooses it by column."""
+        lengths = [n for n in row_lengths(widest) if n >= self.prompt + self.longest]
+        options = []
+        for shape in (replace(widest, length=n) for n in lengths or [widest.length]):
+            number = self.micro_batches(shape, shares)
+            tokens = shape.tokens * (1.0 + shape.length * cost)
+            options.append((number * (TOKENS_PER_MICRO_BATCH + tokens), number, shape))
+        return min(options, key=lambda option: option[0])[1:]
+
+
+class RankShare:
+    """What a rank has of `plan`'s model in `layout`, and what an average layer and the head do with it."""
+
+    def __init__(self, plan: RunPlan, layout: Layout, itemsize: int) -> None:
+        self.model, self.mesh, self.token_shares = plan.model, layout.mesh, layout.token_shares
+        self.itemsize, model, mp = itemsize, plan.model, layout.mesh.mp
+        layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
+        self.vocabulary = model.vocab_size / mp
+        tables = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+        # Elements of a layer that a token is multiplied with, and those that are kept: of experts, and of all else.
+        self.size = (num_active_parameters(model) - tables) / layers / mp
+        kept = [spec for spec in layout.specs if isinstance(spec.position, int)]
+        self.experts = sum(layout.local_sizes[s.name] / layers for s in kept if len(s.shape) > 2)
+        self.dense = sum(layout.local_sizes[s.name] for s in kept) / layers - self.experts
+        self.expert_share = sum(kind.has_experts for kind in model.layers) / layers
+        self.copies = moe.per_token * self.expert_share if moe else 0.0
+        is_wide = plan.config.context.reduce_dtype == "float32"
+        self.sum_bytes = FLOAT_BYTES if is_wide else itemsize
+        kv_width = 2 * max(1, model.num_key_value_heads / mp) * model.head_dim
+        if model.latent is not None:
+            kv_width = model.latent.rank + model.latent.turning
+        self.cached = kv_width * itemsize
+
+    def read_by(self, tokens: float) -> float:
+        """Counts the elements of a layer's matrices that `tokens` use, which choose experts at random."""
+        if (moe := self.model.moe) is None:
+            return self.dense
+        coming = tokens / self.token_shares * self.mesh.ep * self.mesh.emp
+        return self.dense + self.experts * (1 - (1 - moe.per_token / moe.num_experts) ** coming)
+
+    def forward(self, tokens: float, pairs: float, layers: int) -> Work:
+        """Counts layers without launches; `pairs` of a query with a key are those of attention in one layer."""
+        mesh, hidden, own = self.mesh, self.model.hidden_size, tokens / self.token_shares
+        width = self.model.num_attention_heads * self.model.head_dim / mesh.mp
+        # Norms and residuals, copies of tokens for experts, and the results of products.
+        between = own * (10 + 4 * self.copies) * hidden + tokens * 5 / 3 * self.size / hidden
+        # One sum for attention and one for a dense feed-forward; experts exchange copies of tokens, there and back.
+        sums = (2 - self.expert_share) * (mesh.mp > 1)
+        others = min(CAPACITIES[0], mesh.ep) * (mesh.ep - 1) / mesh.ep + (mesh.emp - 1)
+        exchanged = 2 * others * own * self.copies * hidden * self.itemsize
+        calls = 2 * ((mesh.ep > 1) + (mesh.emp > 1)) * self.expert_share + (mesh.cp > 1)
+        work = Work(
+            flops=2 * tokens * self.size + 4 * pairs * width,
+            weights=self.read_by(tokens) * self.itemsize,
+            memory=between * self.itemsize,
+            summed=sums * tokens * hidden * self.sum_bytes,
+            sums=sums * (2 if self.token_shares > 1 else 1) + calls,
+            # With keys and values of the ranks that share rows.
+            sent=exchanged + (mesh.cp - 1) * tokens * self.cached,
+        )
+        return work * layers
+
+    def head(self, picks: float) -> Work:
+        size, sums = self.vocabulary * self.model.hidden_size, 3 if self.mesh.mp > 1 else 0
+        memory = 2 * picks * self.vocabulary * FLOAT_BYTES
+        return Work(2 * picks * size, size * self.itemsize, memory, sums=sums)
 
 
 class Roofline:
-    """Estimates one plan. `counts` and `speeds`: None for those of the run's kernels and its configuration."""
+    """Estimates one plan, at `speeds` or those of its configuration."""
 
-    def __init__(
-        self, plan: RunPlan, counts: GraphCounts | None = None, speeds: Speeds | None = None
-    ) -> None:
-        kind = kernel_kind(plan.config)
-        self.plan, self._ragged, self._is_fused = plan, kind == "native", kind == "fused"
-        self.counts = counts or (NATIVE if self._ragged else FUSED)
-        self.itemsize = ITEM_BYTES[compute_dtype(plan.config)]
-        self.rates = Rates(speeds or speeds_of(plan.config), self.itemsize, plan.world_size)
-        self.samples = SampleCounts.of(plan)
-        actor = plan.config.actor_config.recompute_config
-        layer = self._layers(plan.train)
-        attention = layer.attention_size / layer.size
-        shares = {"attention": attention, "mlp": 1 - attention}
-        self._recomputed = sum(shares[name] for name in actor.modules) / actor.every
-        self._recomputes_all = actor.modules == WHOLE_LAYER and actor.every == 1
-
-    def least_seconds(self) -> float:
-        """Returns the seconds of a step's phases that need no plan of the reshard, which takes longest to make."""
-        return sum(phase.seconds for phase in self._computing())
+    def __init__(self, plan: RunPlan, speeds: Speeds | None = None) -> None:
+        self.plan, self._kind = plan, kernel_kind(plan.config)
+        self._is_native = self._kind == "native"
+        self._itemsize = ITEM_BYTES[compute_dtype(plan.config)]
+        self.rates = Rates(speeds or speeds_of(plan.config), self._itemsize, plan.world_size)
+        own, generate = plan.config.context.roofline, plan.config.generate_config
+        longest, group = generate.sampling_config.max_tokens, plan.config.rl_config.num_generations
+        prompt = own.prompt_tokens or max(1, generate.max_prompt_length // 10)
+        completion = min(own.completion_tokens or math.ceil(0.6 * longest), longest)
+        count = plan.batch.samples_per_step
+        self.samples = SampleCounts(count, group, prompt, completion, longest)
+        updates = plan.batch.updates_per_rollout
+        self._of_update = replace(self.samples, count=count / updates)
 
     def step(self) -> StepSeconds:
-        plan = self.plan
-        phases = [self._reshard(), *self._computing(), self._host()]
-        tokens = self.samples.count * (self.samples.prompt + self.samples.completion)
-        return StepSeconds(phases, self._compile(), self._assumed(), tokens / plan.world_size)
+        samples, context = self.samples, self.plan.config.context
+        device = context.roofline.device or device_of(context.target)
+        assumed = (
+            f"for {device}, prompts of {samples.prompt} tokens and completions of {samples.completion:.0f}, the "
+            f"longest {samples.longest}: keys of context.roofline (docs/plan.md)"
+        )
+        tokens = samples.count * (samples.prompt + samples.completion) / self.plan.world_size
+        return StepSeconds([self._reshard(), *self.computing()], self._compile(), assumed, tokens)
 
-    def _computing(self) -> list[PhaseSeconds]:
-        reference = self.plan.reference
+    def computing(self) -> list[PhaseSeconds]:
+        """Returns the phases that need no plan of the reshard, which takes longest to make."""
+        plan, train = self.plan, self.plan.train
         phases = [self._rollout()]
-        if reference is not None:
-            own = Roofline(self.plan.of_reference, self.counts, self.rates.speeds)
-            phases.append(own._reference(reference))
-        if self.plan.computes_old_logps:
-            phases.append(self._old_logps())
-        return [*phases, self._update(), self._optimizer()]
+        if plan.reference is not None:
+            shape = reference_shape(plan.config, self._is_native)
+            own = Roofline(plan.of_reference, self.rates.speeds)
+            phases.append(own._passed("reference", plan.reference, shape, self.samples))
+        shape = update_shape(plan.config, self._is_native)
+        if plan.computes_old_logps:
+            phases.append(self._passed("old_logps", train, shape, self.samples))
+        times = plan.batch.updates_per_step
+        phases.append(self._passed("update", train, shape, self._of_update, True, times))
+        return [*phases, self._optimizer()]
 
-    def _layers(self, layout: Layout) -> LayerWork:
-        return LayerWork(self.plan, layout, self.counts, self.itemsize)
+    def _phase(self, name: str, work: Work, group: int = 1) -> PhaseSeconds:
+        return PhaseSeconds(name, self.rates.seconds(work, group, self._is_native), work)
 
-    def _phase(self, name: str, work: Work, group: int, limit: float) -> PhaseSeconds:
-        by = self.rates.seconds(work, group, self.counts.is_serial)
-        return PhaseSeconds(name, by, limit, work)
+    def _launched(self, graph: str, layers: int) -> float:
+        a_layer, beside = (NATIVE if self._is_native else FUSED)[graph]
+        return layers * a_layer + beside
 
-    def _pipelined(
+    def _passed(
         self,
         name: str,
-        chunks: Sequence[Sequence[Work]],
-        micro_batches: int,
-        group: int,
-        limit: float,
+        layout: Layout,
+        widest: MicroShape,
+        samples: SampleCounts,
+        trains: bool = False,
+        times: int = 1,
     ) -> PhaseSeconds:
-        """A phase of micro-batches that pass through the stages' chunks, at the pace of the slowest stage.
+        """A phase whose micro-batches of `samples` pass through the stages, forward or also backward, `times` times."""
+        mesh, column_cost = layout.mesh, 0.0 if self._is_native else self.plan.model.column_cost
+        number, shape = samples.in_rows(widest, mesh.dp, column_cost)
+        a_rank = samples.count / (number * mesh.size_of(("dp", "cp")))
+        pairs: float = shape.tokens * shape.length
+        if self._is_native:
+            own = samples.completion * (samples.prompt + samples.completion / 2)
+            pairs = a_rank * (own + samples.prompt**2 / 2 / samples.group)
+        elif self._kind == "fused" and shape.max_per_row == 1 and mesh.cp == 1:
+            pairs /= 2
+        predicted = min(shape.tokens, a_rank * samples.completion)
+        micro_batch = shape.tokens, pairs, predicted
+        stages = [
+            sum((self._chunk(layout, micro_batch, own, trains) for own in chunks), start=Work())
+            for chunks in layout.stage_layers
+        ]
+        each = [self.rates.seconds(work * times, mesh.mp, self._is_native) for work in stages]
+        by = paced(each, number, layout.num_chunks, self.rates.speeds.cores > 0)
+        return PhaseSeconds(name, by, stages[-1] * (number * times))
 
-        That stage idles while a micro-batch passes through one chunk of each of the others. Where ranks share cores,
-        those that wait leave theirs to the others.
+    def _chunk(
+        self, layout: Layout, micro_batch: tuple[int, float, float], own: range, trains: bool
+    ) -> Work:
+        """Counts a chunk's pass over a micro-batch (tokens, pairs of attention, tokens that predict).
+
+        A chunk without the head computes its layers again from what they got, one with it those that are recomputed.
         """
-        stages = [sum(own, start=Work()) for own in chunks]
-        each = [self.rates.seconds(work, group, self.counts.is_serial) for work in stages]
-        totals = [sum(by.values()) for by in each]
-        slowest = int(np.argmax(totals))
-        if self.rates.shares_cores:
-            times = micro_batches / len(stages)
-            merged = {kind: times * sum(by[kind] for by in each) for kind in each[0]}
-            return PhaseSeconds(name, merged, limit, stages[slowest] * micro_batches)
-        idle = (sum(totals) - totals[slowest]) / len(chunks[0])
-        merged = {kind: micro_batches * value for kind, value in each[slowest].items()}
-        return PhaseSeconds(name, merged | {"idle": idle}, limit, stages[slowest] * micro_batches)
+        (tokens, pairs, picks), num_layers = micro_batch, len(own)
+        share, is_last = self._share(layout), own.stop == layout.num_layers
+        flow = tokens * share.model.hidden_size * self._itemsize / layout.token_shares
+        layers, head = share.forward(tokens, pairs, num_layers), share.head(picks)
+        forward = layers + Work(kernels=self._launched("forward", num_layers))
+        forward += head if is_last else Work(sent=flow)
+        if not trains:
+            return forward
+        again, actor = 1.0, self.plan.config.actor_config.recompute_config
+        if is_last:
+            attention = share.model.attention_size(share.mesh.mp) / share.size
+            shares = {"attention": attention, "mlp": 1 - attention}
+            again = sum(shares[name] for name in actor.modules) / actor.every
+        gradients = 1 if self.plan.lora else 2
+        work = replace(layers, flops=gradients * layers.flops, memory=2 * layers.memory)
+        work += layers * (1 + again) + Work(kernels=self._launched("backward", num_layers))
+        if not self.plan.lora:
+            # Gradients of weights are added to the pool's.
+            work += Work(memory=3 * FLOAT_BYTES * share.read_by(math.inf) * num_layers)
+        # The head: forward, again for the gradient, and the two products of the gradient. Of its results the host reads
+        # a loss, log-probs and entropies.
+        last = head * 4 + Work(waits=3)
+        work += last if is_last else Work(sent=2 * flow, kernels=forward.kernels)
+        # Which tokens train is chosen in a pass of its own.
+        return work + forward if self.plan.config.rl_config.selects else work
 
-    def _passes(
-        self, samples: SampleCounts, shape: MicroShape, layout: Layout
-    ) -> tuple[int, Passes]:
-        """Returns each rank's micro-batches of `samples`, and its own tokens of one."""
-        shares, ranks = layout.mesh.dp, layout.mesh.cp
-        if self.counts.fits_rows:
-            column_cost = 0.0 if self._ragged else self.plan.model.column_cost
-            number, shape = samples.in_rows(shape, shares, column_cost)
-        else:
-            whole = self.plan.config.rl_config.seq_length * (shape.rows if self._ragged else 1)
-            shape = replace(shape, length=max(shape.length, whole))
-            number = samples.micro_batches(shape, shares)
-        own = replace(samples, count=samples.count / (number * shares))
-        pairs = own.pairs / ranks
-        if self.counts.whole_mask:
-            pairs = shape.tokens * shape.length
-            if self.counts.is_causal and self._is_fused and shape.max_per_row == 1 and ranks == 1:
-                pairs /= 2
-        bucket = math.ceil(shape.tokens / PICK_BUCKETS)
-        picks = max(1, math.ceil(own.count * own.completion / ranks / bucket)) * bucket
-        return number, Passes(shape.tokens, picks, pairs)
-
-    def _forward_chunk(self, layout: Layout, passes: Passes, own: range) -> Work:
-        layers, is_last = self._layers(layout), own.stop == layout.num_layers
-        flow = passes.tokens * layers.hidden * self.itemsize / layout.token_shares
-        kernels = self.counts.forward.of(len(own))
-        work = layers.forward(passes, len(own), is_last)
-        return work + Work(kernels=kernels, sent=0 if is_last else flow)
-
-    def _forward_chunks(self, layout: Layout, passes: Passes) -> list[list[Work]]:
-        return [
-            [self._forward_chunk(layout, passes, own) for own in chunks]
-            for chunks in layout.stage_layers
-        ]
-
-    def _backward_chunk(self, layout: Layout, passes: Passes, own: range) -> Work:
-        """Returns the work of a chunk's forward and backward pass."""
-        layers, counts, num_layers = self._layers(layout), self.counts, len(own)
-        is_last = own.stop == layout.num_layers
-        makes_ahead = is_last and counts.hands_inputs_on and self._recomputes_all
-        again = 1 - 1 / num_layers if makes_ahead else self._recomputed
-        graph = counts.last if is_last else counts.first_back
-        work = layers.backward(passes, num_layers, again, is_last)
-        work += Work(kernels=graph.of(num_layers))
-        if not is_last:
-            # The last chunk's forward pass is counted with its backward graph.
-            forward = self._forward_chunk(layout, passes, own)
-            work += forward + Work(sent=forward.sent)
-        elif makes_ahead:
-            work += Work(kernels=counts.forward.of(num_layers - 1))
-        return work
-
-    def _token_limit(self, passes: float) -> float:
-        """Returns the seconds of all devices for `passes` forward passes over the step's real tokens."""
-        samples, model = self.samples, self.plan.model
-        products = 2 * num_active_parameters(model) * samples.tokens
-        width = model.num_attention_heads * model.head_dim
-        attention = 4 * samples.pairs * width * model.num_hidden_layers
-        return passes * (products + attention) / (self.rates.flops * self.plan.world_size)
-
-    def _reference(self, layout: Layout) -> PhaseSeconds:
-        shape = reference_shape(self.plan.config, self._ragged)
-        number, passes = self._passes(self.samples, shape, layout)
-        chunks = self._forward_chunks(layout, passes)
-        limit = self._token_limit(1)
-        return self._pipelined("reference", chunks, number, layout.mesh.mp, limit)
-
-    def _old_logps(self) -> PhaseSeconds:
-        layout = self.plan.train
-        shape = update_shape(self.plan.config, self._ragged)
-        number, passes = self._passes(self.samples, shape, layout)
-        chunks = self._forward_chunks(layout, passes)
-        limit = self._token_limit(1)
-        return self._pipelined("old_logps", chunks, number, layout.mesh.mp, limit)
-
-    def _update(self) -> PhaseSeconds:
-        """All updates of a step without their optimizer."""
-        plan = self.plan
-        layout, updates = plan.train, plan.batch.updates_per_step
-        a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
-        shape = update_shape(plan.config, self._ragged)
-        number, passes = self._passes(a_pass, shape, layout)
-        chunks = [
-            [self._backward_chunk(layout, passes, own) for own in chunks]
-            for chunks in layout.stage_layers
-        ]
-        limit = self._token_limit(3) * plan.config.rl_config.num_iterations
-        one = self._pipelined("update", chunks, number, layout.mesh.mp, limit)
-        if plan.config.rl_config.selects:
-            forward = self._forward_chunks(layout, passes)
-            one += self._pipelined("update", forward, number, layout.mesh.mp, 0.0)
-        by = {kind: updates * seconds for kind, seconds in one.by.items()}
-        return PhaseSeconds("update", by, limit, one.work * updates)
-
-    @property
-    def _trained_itemsize(self) -> int:
-        return FLOAT if self.plan.lora is not None else self.itemsize
+    def _share(self, layout: Layout) -> RankShare:
+        return RankShare(self.plan, layout, self._itemsize)
 
     def _optimizer(self) -> PhaseSeconds:
-        plan, counts = self.plan, self.counts
-        trained, updates = plan.trained_bytes(LARGEST) / FLOAT, plan.batch.updates_per_step
+        plan, dp = self.plan, self.plan.train.num_replicas
         # All gradients are cleared, and of those that a rank updates all the rest is done.
-        updated = plan.optimizer_bytes(LARGEST) / FLOAT
-        dp = plan.train.num_replicas
-        summed, sums = trained * FLOAT, 1
+        trained, updated = plan.trained_bytes(LARGEST), plan.optimizer_bytes(LARGEST)
+        summed: float = trained if dp > 1 else 0
         if plan.shards_optimizer:
             # Each is half of a sum: gradients are scattered, and weights gathered in the compute dtype.
-            summed, sums = trained * (FLOAT + self._trained_itemsize) / 2, 2
-        untouched = trained - updated
-        num_layers = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
-        work = Work(
-            memory=updated * counts.optimizer_bytes + untouched * FLOAT,
-            kernels=counts.optimizer.of(num_layers),
-            calls=counts.optimizer_calls,
-            summed=summed if dp > 1 else 0,
-            sums=sums if dp > 1 else 0,
-        )
-        if plan.config.actor_config.optimizer.opt_offload:
-            work += Work(copied=2 * (trained + updated) * FLOAT)
-        fewest = updated * FEWEST_OPTIMIZER_BYTES / self.rates.memory
-        fewest += self.rates.sum_seconds(summed, dp)
-        return self._phase("optimizer", work * updates, dp, fewest * updates)
+            itemsize = FLOAT_BYTES if plan.lora else self._itemsize
+            summed *= (FLOAT_BYTES + itemsize) / (2 * FLOAT_BYTES)
+        offloads = plan.config.actor_config.optimizer.opt_offload
+        memory = updated / FLOAT_BYTES * OPTIMIZER_BYTES + trained - updated
+        layers = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
+        kernels = self._launched("optimizer", layers)
+        copied = 2 * (trained + updated) if offloads else 0
+        work = Work(memory=memory, summed=summed, sums=dp > 1, copied=copied, kernels=kernels)
+        return self._phase("optimizer", work * plan.batch.updates_per_step, dp)
 
     def _rollout(self) -> PhaseSeconds:
-        drawn = self._drawing(self.samples)
-        if self.plan.config.rl_config.advantage_estimator == "remax":
-            drawn += self._drawing(self.samples.greedy)
-        return drawn
+        work = self._drawing(self.samples)
+        if self.plan.config.rl_config.estimator.needs_greedy:
+            # One more completion of each prompt, drawn apart from the others.
+            work += self._drawing(replace(self.samples, count=self.samples.prompts, group=1))
+        return self._phase("rollout", work, self.plan.infer.mesh.mp)
 
-    def _drawing(self, samples: SampleCounts) -> PhaseSeconds:
-        plan, counts = self.plan, self.counts
-        layout, cache = plan.infer, plan.cache_config
-        layers, num_layers = self._layers(layout), plan.model.num_hidden_layers
-        own = math.ceil(samples.count / layout.mesh.dp)
-        slots = min(cache.slots, own)
-        waves = math.ceil(own / slots)
-        steps = (waves - 1) * samples.completion + samples.longest
-        cached = samples.prompt + samples.completion / 2
-        length, read = cache.longest, cached
-        if counts.whole_cache:
-            read = length
-        if counts.part_caches:
-            read = mean_read(length, samples.prompt, samples.longest, steps)
-        # Slots whose sample has ended are computed with the others where a graph decodes.
-        active = own * samples.completion / steps if counts.is_serial else slots
-        work = layers.decode(active, num_layers, cached, read) * steps
-        work += Work(waits=counts.decode_waits * steps / max(1, counts.tokens_a_graph))
-        prompts, calls = math.ceil(own / samples.group), 1
-        tokens = prompts * samples.prompt
-        if counts.whole_prompts:
-            calls = prompt_calls(prompts, slots // samples.group, cache.prompts_at_once)
-            tokens = calls * cache.prompts_at_once * cache.max_prompt
-        pairs = tokens * samples.prompt / 2
-        prompt = layers.forward(Passes(tokens, 0, pairs), num_layers, False)
-        work += prompt + Work(
-            weights=prompt.weights * (calls - 1), kernels=calls * counts.prompt.of(num_layers)
+    def _drawing(self, samples: SampleCounts) -> Work:
+        layout, cache, layers = self.plan.infer, self.plan.cache_config, self.plan.infer.num_layers
+        share, own = self._share(layout), math.ceil(samples.count / layout.mesh.dp)
+        slots, prompts = min(cache.slots, own), math.ceil(own / samples.group)
+        steps = (math.ceil(own / slots) - 1) * samples.completion + samples.longest
+        cached = read = samples.prompt + samples.completion / 2
+        active, tokens, calls = own * samples.completion / steps, prompts * samples.prompt, 1
+        if not self._is_native:
+            # Slots whose sample has ended are computed with the others, and prompts come padded.
+            active, tokens = float(slots), prompts * cache.max_prompt
+            read = read_length(cache.longest, samples.prompt + samples.longest // 2)
+            calls = math.ceil(prompts / cache.prompts_at_once)
+        # The few rows of a token stay in the caches between kernels; the keys and values of slots are read.
+        decode = replace(
+            share.forward(active, active * cached, layers) + share.head(active),
+            memory=active * read * share.cached * layers,
+            slow=active * share.vocabulary * self._is_native,
+            kernels=self._launched("decode", layers),
+            waits=not self._is_native,
         )
-        least = layers.decode(own * samples.completion / steps, num_layers, cached, cached)
-        read_bytes = (least.weights + least.memory) * steps
-        limit = max(read_bytes / self.rates.memory, least.products * steps / self.rates.flops)
-        limit += self._token_limit(1) * samples.prompts * samples.prompt / self.samples.tokens
-        return self._phase("rollout", work, layout.mesh.mp, limit)
+        prompt = share.forward(tokens, tokens * samples.prompt / 2, layers)
+        kernels = calls * self._launched("prompt", layers)
+        return decode * steps + replace(prompt, weights=prompt.weights * calls, kernels=kernels)
 
     def _reshard(self) -> PhaseSeconds:
-        plan, counts, moves = self.plan, self.counts, self.plan.reshard
-        source, target, sizes = moves.traffic()
-        written = max(moves.kept_bytes(r) + moves.received_bytes(r) for r in range(moves.num_ranks))
+        """The weights' way to the generator, with what a step copies between device and host."""
+        plan, moves, rates = self.plan, self.plan.reshard, self.rates
+        received = [moves.received_bytes(rank) for rank in range(moves.num_ranks)]
+        written = max(moves.kept_bytes(rank) + size for rank, size in enumerate(received))
         checks = 1 / (plan.config.rl_config.checksum_interval or math.inf)
         checked = checks * (share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST))
-        here = self.rates.speeds.devices_per_host
-        is_far = source // here != target // here
-        pairs = source.astype(np.int64) * moves.num_ranks + target
-        near = np.bincount(pairs[~is_far], sizes[~is_far], minlength=1).max()
-        far = np.bincount(target[is_far], sizes[is_far], minlength=1).max()
+        checked *= CHECKED_BYTES["native" if self._is_native else "fused"]
+        is_far = plan.world_size > rates.speeds.devices_per_host
         work = Work(
-            memory=written * counts.sync_bytes + checked * counts.checked_bytes,
-            slow=checked * counts.slow_checks,
-            calls=(counts.sync_calls + checks * counts.checked_calls) * len(plan.infer.specs),
-            sent=float(near),
-            sent_far=float(far),
-        )
-        limit = max(near / self.rates.link, far / self.rates.host_link)
-        return self._phase("reshard", work, 1, max(limit, 2 * written / self.rates.memory))
-
-    def _host(self) -> PhaseSeconds:
-        """What the host itself waits for and copies; rewards and data are not known."""
-        plan = self.plan
-        updates = plan.batch.updates_per_step
-        a_pass = replace(self.samples, count=self.samples.count / plan.batch.updates_per_rollout)
-        shape = update_shape(plan.config, self._ragged)
-        number, _ = self._passes(a_pass, shape, plan.train)
-        gathers = GATHERS * updates
-        work = Work(
-            waits=READS * number * updates + 2 * gathers,
-            sums=2 * gathers if plan.world_size > 1 else 0,
+            memory=2 * written + checked,
+            calls=SYNC_CALLS * len(plan.infer.specs),
+            sent=max(received) * (rates.link / rates.host_link if is_far else 1),
             copied=HostPlan(plan).step_bytes / plan.world_size,
         )
-        return self._phase("host", work, 1, work.copied / self.rates.host_copy)
+        return self._phase("reshard", work)
 
     def _compile(self) -> float:
         """Returns the seconds of the rank that compiles most."""
-        plan, counts = self.plan, self.counts
-        whole = plan.model.num_hidden_layers
-        cache = plan.cache_config
-        lengths = read_lengths(cache.longest) if counts.part_caches else (0,)
-        kernels = len(lengths) * counts.tokens_a_graph * counts.decode.of(whole)
-        kernels += counts.prompt.of(whole)
-        if plan.reference is not None:
-            kernels += counts.forward.of(
-                math.ceil(plan.reference.num_layers / plan.reference.mesh.pp)
-            )
+        plan, whole = self.plan, self.plan.model.num_hidden_layers
         own = max(sum(map(len, chunks)) for chunks in plan.train.stage_layers)
-        kernels += counts.forward.of(own) + counts.last.of(own) + counts.optimizer.of(own)
+        decoding = () if self._is_native else read_lengths(plan.cache_config.longest)
+        graphs = {"prompt": whole, "forward": own, "backward": own, "optimizer": own}
+        kernels = sum(self._launched(graph, layers) for graph, layers in graphs.items())
+        kernels += len(decoding) * self._launched("decode", whole)
+        if plan.reference is not None:
+            kernels += self._launched("forward", math.ceil(whole / plan.reference.mesh.pp))
         return kernels * 1e-3 * self.rates.speeds.compile_ms * self.rates.crowd
-
-    def _assumed(self) -> str:
-        config, samples = self.plan.config, self.samples
-        name = config.context.roofline.device or device_of(config.context.target)
-        return (
-            f"for {name}, prompts of {samples.prompt} tokens and completions of {samples.completion:.0f}, the longest "
-            f"{samples.longest}: keys of context.roofline (docs/plan.md)"
-        )

@@ -1,10 +1,8 @@
-"""The estimates of `plan` against measured steps of this machine, and before and after changes of the graphs.
+"""The estimates of `plan` against measured steps of this machine.
 
-roofline.py --work W.json [--ranks N --train dp,mp,pp --infer dp,mp] runs step.py and prints for each phase the
-seconds estimated and measured, and the error. The rates of products and of memory are measured just before and after,
-as other programs on the machine take their part of them. roofline.py --config X [overrides] prints the estimate with
-the counts of EARLIER graphs and with today's, without a device. One JSON line each. Refuses to fit constants to what it
-measures.
+roofline.py --work W.json [--ranks N --train dp,mp,pp --infer dp,mp] runs step.py and prints, as one JSON line, for each
+phase the seconds estimated and measured, and the error. The rates of products and of memory are measured just before
+and after, as other programs on the machine take their part of them. Refuses to fit constants to what it measures.
 """
 
 from __future__ import annotations
@@ -23,62 +21,27 @@ import launching
 import numpy as np
 from work import Work, read_work
 
-from mindgrpo.cli.plan import shapes_of
-from mindgrpo.config import Config, config_with, load_config
+from mindgrpo.config import Config, config_with
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline, StepSeconds, speeds_of
-from mindgrpo.plan.work import FUSED, GraphCounts, Launches
 
-# What the graphs launched and repeated in an earlier state, counted in the same way: rows all of seq_length, 978
-# kernels a token of 28 layers with slow operations, float32 sums, three forward passes on stages before the last,
-# weights sent in buckets of 16 MiB and checked with slow operations.
-EARLIER = replace(
-    FUSED,
-    decode=Launches(28, 194),
-    prompt=Launches(30),
-    forward=Launches(26, 29),
-    first_back=Launches(86, 37),
-    last=Launches(90, 123),
-    optimizer=Launches(29, 13),
-    hands_inputs_on=False,
-    float32_sums=True,
-    whole_mask=True,
-    is_causal=False,
-    whole_cache=True,
-    part_caches=False,
-    fits_rows=False,
-    whole_prompts=True,
-    tokens_a_graph=4,
-    slow_a_logit=7.0,
-    decode_waits=1.0,
-    optimizer_bytes=66.0,
-    optimizer_calls=500.0,
-    sync_calls=10.4,
-    sync_bytes=40.0,
-    checked_calls=0.0,
-    checked_bytes=20.0,
-    slow_checks=1.0,
-)
 # Of measured rates: a side of a product's matrices, and the bytes that each core copies.
 SIDE, COPIED = 1024, 64 << 20
 # A step's update in metrics has what the plan says apart.
-TOGETHER = {"optimizer": "update", "host": "update"}
+TOGETHER = {"optimizer": "update"}
 
 
-def options() -> tuple[argparse.Namespace, list[str]]:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--config", type=Path, help="estimate only; other words override its keys")
+    parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--train", type=launching.degrees, help="dp,mp,pp (default N,1,1)")
     parser.add_argument("--infer", type=launching.degrees, help="dp,mp (default N,1)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
-    given, words = parser.parse_known_args()
-    if (given.work is None) == (given.config is None) or (words and given.config is None):
-        parser.error("give --work W.json, or --config X with overrides of its keys")
+    given = parser.parse_args()
     given.train = given.train or (given.ranks, 1, 1)
     given.infer = given.infer or (given.ranks, 1)
-    return given, words
+    return given
 
 
 def plan_of_work(work: Work, given: argparse.Namespace) -> RunPlan:
@@ -165,37 +128,8 @@ def errors(estimated: float, measured: float) -> dict[str, float | None]:
     return {"estimated": estimated, "measured": measured, "error": share}
 
 
-def estimates(config: Path, words: list[str]) -> dict[str, Any]:
-    loaded = load_config(config, words)
-    plan = plan_run(loaded.config, shapes_of(loaded.config)[0], None)
-    by_state = {"earlier": EARLIER, "today": None}
-    return {"bench": "roofline", "config": str(config), "train": str(plan.train.mesh)} | {
-        name: estimate(plan, counts) for name, counts in by_state.items()
-    }
-
-
-def estimate(plan: RunPlan, counts: GraphCounts | None) -> dict[str, Any]:
-    step = Roofline(plan, counts).step()
-    return {
-        "step": step.total,
-        "limit": step.limit,
-        "compile": step.compile,
-        "phases": {
-            phase.phase: {
-                "seconds": phase.seconds,
-                "limit": phase.limit,
-                "by": {kind: seconds for kind, seconds in phase.by.items() if seconds},
-                "counts": phase.work.counts,
-            }
-            for phase in step.phases
-        },
-    }
-
-
 def main() -> None:
-    given, words = options()
-    figures = estimates(given.config, words) if given.config is not None else compared(given)
-    print(json.dumps(figures))
+    print(json.dumps(compared(options())))
 
 
 if __name__ == "__main__":
