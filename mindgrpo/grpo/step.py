@@ -35,7 +35,8 @@ from mindgrpo.grpo.metrics import (
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.grpo.updates import agree_on_batch, make_updates
-from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
+from mindgrpo.models.expert_routes import StepExperts
+from mindgrpo.models.pipeline import ForwardPipeline, record_log_probs
 from mindgrpo.rewards.scores import Scores, mean_of
 from mindgrpo.rollout.engine import RolloutStats, SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
@@ -121,10 +122,10 @@ class Stepper:
         rollout, scored, resampling = self.collect(step)
         greedy = self.greedy_rewards(step, rollout)
         packed = PackedRollout(rollout)
-        reference_logps = old_logps = None
+        reference_logps = old_logps = experts = None
         reference, policy = self.roles.reference, self.roles.policy
         if reference is not None:
-            reference_logps = self._log_probs(
+            reference_logps, _ = self._log_probs(
                 "reference", reference.pipeline, reference.weights, packed
             )
         settings = self.settings
@@ -135,11 +136,13 @@ class Stepper:
             old_logps = rollout.generator_logps
             # Of partial rollouts older weights wrote some tokens.
             if not settings.batch_invariant or self.partial is not None:
-                old_logps = self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
+                old_logps, experts = self._log_probs(
+                    "old_logps", policy.pipeline, policy.weights, packed
+                )
         batch, correction, bad = self._train_batch(
             step, rollout, scored, greedy, old_logps, reference_logps
         )
-        reports, skipped, lr = self._update(step, batch, packed, bad)
+        reports, skipped, lr = self._update(step, batch, packed, bad, experts)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
         compiles = len(self.backend.compile_log.entries) - compiles
@@ -272,10 +275,10 @@ class Stepper:
 
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
-    ) -> Arrays:
+    ) -> tuple[Arrays, StepExperts | None]:
         with self._phase(phase), self.backend.computing():
             self.roles.enter(phase)
-            return compute_log_probs(pipeline, weights.layout.mesh, self.backend, packed)
+            return record_log_probs(pipeline, weights.layout.mesh, self.backend, packed)
 
     def _train_batch(
         self,
@@ -329,7 +332,12 @@ class Stepper:
         return own
 
     def _update(
-        self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
+        self,
+        step: int,
+        batch: TrainBatch,
+        packed: PackedRollout,
+        bad: tuple[int, NonFinite] | None,
+        experts: StepExperts | None,
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
         """Makes the step's updates (`make_updates`). Raises GapTooLarge before the weights have changed."""
         settings = self.settings
@@ -349,6 +357,7 @@ class Stepper:
                 lambda index: self._learning_rate(first + index),
                 bad,
                 check,
+                experts,
             )
 
     def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:

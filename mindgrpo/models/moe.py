@@ -22,9 +22,8 @@ class MixtureOfExperts(nn.Cell):
     """(x_NH, plan) -> (y_NH, choice): a token's results, each times its score, summed in their order.
 
     Where it `chooses`, by the router's scores, it returns its choice, topk_ids int32 [N, K] and their margins float32
-    [N]. With `reads_plan` the experts are those of the
-    plan, which has the topk_ids and their ExpertPlan (expert_plan.py); without, they are its choice. Scores are always
-    those of x now, so that the router learns by whatever experts were chosen.
+    [N]. With `reads_plan` the experts are those of the plan, a layer's ExpertInputs (expert_plan.py); without, they are
+    its choice. Scores are always those of x now, so that the router learns by whatever experts were chosen.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Balance(nn.Cell):
 
     x and the weight get the gradient of sum_ne b_n p_ne b_(N + e), where p [N, E] is the softmax of the router's
     logits: of a loss that balances experts (arXiv:2101.03961, equations 4 to 6), in which the load is a constant
-    (expert_plan.balance).
+    (expert_routes.balance).
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from mindgrpo.algorithm.sample import CarriedOver
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.remote_arrays import gathered
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import Candidate, Start, check_seen, to_delete
 from mindgrpo.checkpoint.format import (
@@ -29,13 +30,12 @@ from mindgrpo.checkpoint.format import (
     stored_groups,
 )
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.routes import check_routes, tensors_of
+from mindgrpo.checkpoint.remote_files import check_files, tensors_of
 from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.health.rank_health import resume_command
-from mindgrpo.models.route_exchange import gathered_on_first_rank
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.start import compare
@@ -164,8 +164,11 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
-        tensors = tensors_of(state.unfinished)
-        routes = [carried.unfinished[group].samples[i].routes for group, i in tensors]
+        tensors, groups = tensors_of(state.unfinished), carried.unfinished
+        arrays = {
+            name: [groups[group].samples[i].arrays[name] for group, i in keys]
+            for name, keys in tensors.items()
+        }
         plan = self._roles.plan
         lora = plan.lora and StoredAdapters(
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
@@ -185,7 +188,7 @@ class RunCheckpoints:
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
                     tensors=tensors,
-                    arrays=gathered_on_first_rank(routes, self._backend.world),
+                    arrays={n: gathered(own, self._backend.world) for n, own in arrays.items()},
                 )
         except NotWritten as reason:
             self._failed(step, reason)
@@ -333,7 +336,7 @@ def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) 
     check_tensors(folder, manifest, saved)
     error = None
     try:
-        check_routes(folder, manifest)
+        check_files(folder, manifest)
         for role, weights in saved.items():
             load_role(folder, manifest, role, weights)
     except DamagedCheckpoint as damaged:

@@ -15,7 +15,7 @@ from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.differences import scoring_changes
 from mindgrpo.checkpoint.folders import Start, folder_of
 from mindgrpo.checkpoint.format import restored_groups
-from mindgrpo.checkpoint.routes import read_routes
+from mindgrpo.checkpoint.remote_files import read_files
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.data.sources import Ranks
@@ -119,8 +119,8 @@ class Session:
             state = chosen.manifest.state
             self.done, self.open_row, prompts.position = state.step, state.open_row, state.prompts
             owners = prompts.at([group.position for group in state.unfinished])
-            routes = read_routes(chosen.folder, chosen.manifest)
-            groups = restored_groups(state.unfinished, [owner.ids for owner in owners], routes)
+            files = read_files(chosen.folder, chosen.manifest)
+            groups = restored_groups(state.unfinished, [owner.ids for owner in owners], files)
             self.carried = CarriedOver(groups, state.baselines, tuple(state.solved))
             prompts.solved = set(state.solved)
             for phase, shapes in state.shapes.items():
