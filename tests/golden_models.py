@@ -135,14 +135,16 @@ def train(
     rollout = golden.rollout
     packed = PackedRollout(rollout)
     batches = micro_batches(rollout, rows, shape, mesh.dp, share, part)
+    experts = None
     if golden.config.moe is not None:
-        policy.pipeline.record(batches, packed)
-    (batch,) = policy.pipeline.planned(batches, packed)
+        experts = policy.pipeline.record(batches, packed)[1]
+    (batch,) = batches
     # With ratio 1, advantage -1 and weight 1 the loss has the gradient of the log-probs' sum.
     ones = batch.spread(np.ones(len(rollout), np.float32))
     unread = (ones, np.zeros(len(ones), np.int32), ones, ones)
     inputs = LossInputs(0 * ones, 0 * ones, -ones, ones, *unread)
-    results = policy.accumulate([batch], [inputs], False)
+    planned = None if experts is None else experts.inputs(batches)
+    results = policy.accumulate([batch], [inputs], False, planned)
     own = by_sample([batch], results, policy.shard.context_group)
     return policy, {sample: own[sample][0] for sample in sorted(own)}
 

@@ -19,7 +19,6 @@ from graph_census import Census, aclnn_primitives, aicpu_primitives, by_primitiv
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.estimators import AlgorithmConfig
-from mindgrpo.algorithm.packing import NO_PLAN
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import AloneGroup, Backend, Group
 from mindgrpo.backend.dtypes import Dtype
@@ -29,7 +28,6 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder import (
     KEEP_ALL,
-    PLAN,
     WHOLE_LAYERS,
     LogProbStage,
     Recompute,
@@ -207,8 +205,7 @@ class Model:
     def inputs(self) -> tuple[Tensor, ...]:
         """Of a stage."""
         columns = zeros(self.layout.mesh.cp, 1, self.tokens)
-        plan = (Tensor(NO_PLAN) for _ in PLAN)
-        return zeros(1, TOKENS), zeros(1, TOKENS, 3), columns, *plan
+        return zeros(1, TOKENS), zeros(1, TOKENS, 3), columns
 
 
 HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))

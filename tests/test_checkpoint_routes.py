@@ -18,13 +18,13 @@ from ranks_as_threads import run
 from safetensors import safe_open
 
 from mindgrpo.algorithm.sample import PartialGroup, Sample
-from mindgrpo.checkpoint import routes as routes_file
+from mindgrpo.checkpoint import remote_files
 from mindgrpo.checkpoint import save as saving
 from mindgrpo.checkpoint.format import DamagedCheckpoint, Manifest, read_manifest, stored_groups
-from mindgrpo.checkpoint.routes import FILE, check_routes, read_routes, tensors_of
+from mindgrpo.checkpoint.remote_files import check_files, file_of, read_files, tensors_of
 from mindgrpo.checkpoint.save import NotWritten, Saver
 
-PROMPT = np.array([1, 2], np.int32)
+PROMPT, FILE = np.array([1, 2], np.int32), file_of("routes")
 
 
 def sample(number: int, dtype: type[np.generic] = np.uint8, ended: bool = True) -> Sample:
@@ -33,7 +33,7 @@ def sample(number: int, dtype: type[np.generic] = np.uint8, ended: bool = True) 
     tokens = np.arange(count, dtype=np.int32)
     parts = (values[:2], values[2:])
     reason = "stop" if ended else None
-    drawn = Sample.drawn(number, PROMPT, tokens, "stop", 0, parts, logps=np.zeros(count))
+    drawn = Sample.drawn(number, PROMPT, tokens, "stop", 0, logps=np.zeros(count), routes=parts)
     return Sample(**{**vars(drawn), "finish_reason": reason})
 
 
@@ -52,7 +52,8 @@ def attempt(backend: Any, path: Path, step: int = 3) -> str | None:
     def arrays() -> Iterator[np.ndarray]:
         for number, own in enumerate(KEPT.values()):
             passed.append(number)
-            yield np.concatenate(own.routes) if backend.rank == 0 else np.zeros(0, np.uint8)
+            whole = np.asarray(own.arrays["routes"])
+            yield whole if backend.rank == 0 else np.zeros(0, np.uint8)
 
     def complete(files: dict[str, Any]) -> Manifest:
         manifest = manifest_of(files, step)
@@ -61,7 +62,7 @@ def attempt(backend: Any, path: Path, step: int = 3) -> str | None:
 
     try:
         roles, tensors = filled(backend, layout((1, 2, 1))), tensors_of(stored)
-        saver.begin(step, roles, complete, False, tensors=tensors, arrays=arrays())
+        saver.begin(step, roles, complete, False, tensors=tensors, arrays={"routes": arrays()})
         saver.commit()
     except NotWritten as error:
         return str(error)
@@ -78,12 +79,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_the_first_rank_writes_every_rank_reads(folder: Path) -> None:
     manifest = read_manifest(folder)
-    check_routes(folder, manifest)
-    found = read_routes(folder, manifest)
+    check_files(folder, manifest)
+    found = read_files(folder, manifest)["routes"]
     assert found.keys() == KEPT.keys()
     with safe_open(folder / FILE, "np") as file:
         for key, own in KEPT.items():
-            expected = np.concatenate(own.routes)
+            expected = np.asarray(own.arrays["routes"])
             assert found[key].dtype == expected.dtype
             np.testing.assert_array_equal(found[key], expected)
             np.testing.assert_array_equal(file.get_tensor(f"{key[0]}/{key[1]}"), expected)
@@ -95,14 +96,14 @@ def test_every_single_flipped_bit_of_the_file_is_found(folder: Path) -> None:
     for place in range(0, len(whole), 7):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         with pytest.raises(DamagedCheckpoint, match=f"{path} is damaged"):
-            check_routes(folder, manifest)
+            check_files(folder, manifest)
 
 
 def test_a_file_that_is_missing_or_of_other_samples_is_named(folder: Path) -> None:
     manifest = read_manifest(folder)
     fewer = manifest.state.model_copy(update={"unfinished": manifest.state.unfinished[:1]})
     with pytest.raises(DamagedCheckpoint, match=f"{FILE} does not have the experts"):
-        check_routes(folder, manifest.model_copy(update={"state": fewer}))
+        check_files(folder, manifest.model_copy(update={"state": fewer}))
     (folder / FILE).unlink()
     with pytest.raises(DamagedCheckpoint, match=f"{FILE} is missing"):
         read_manifest(folder)
@@ -114,11 +115,11 @@ def test_a_disk_that_fills_up_meanwhile_leaves_the_earlier_checkpoint_and_no_res
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(routes_file.os, "fsync", full)
+    monkeypatch.setattr(remote_files.os, "fsync", full)
     assert run(2, attempt, tmp_path, 4) == [f"{FILE}: No space left on device"] * 2
     monkeypatch.undo()
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
-    check_routes(folder, read_manifest(folder))
+    check_files(folder, read_manifest(folder))
 
 
 def test_the_file_counts_among_what_a_checkpoint_takes(
@@ -127,7 +128,7 @@ def test_the_file_counts_among_what_a_checkpoint_takes(
     usage = saving.shutil.disk_usage(tmp_path)._replace(free=1 << 30)
     monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(saving, "SPARE_BYTES", 0)
-    monkeypatch.setattr(routes_file, "num_bytes", lambda tensors: 2 << 30)
+    monkeypatch.setattr(remote_files, "num_bytes", lambda tensors: 2 << 30)
 
     def told(backend: Any) -> str:
         saver = Saver(tmp_path, backend)

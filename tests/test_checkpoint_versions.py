@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from tables import each_row
 
 from mindgrpo.checkpoint.format import VERSION, read_manifest, write_manifest
-from mindgrpo.checkpoint.routes import check_routes, read_routes
+from mindgrpo.checkpoint.remote_files import check_files, read_files
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import load_config
 from mindgrpo.monitor.metrics import read_metrics
@@ -70,12 +70,12 @@ def test_a_checkpoint_of_any_form_is_read_and_exported(
     folder = unpacked(form, tmp_path)
     monkeypatch.chdir(folder)
     manifest = read_manifest(STEP)
-    check_routes(STEP, manifest)
+    check_files(STEP, manifest)
     text = (STEP / "manifest.json").read_text()
     assert f'"{NEW[form]}":' in text
     assert manifest.version == int(form[0])
     ended = [s for g in manifest.state.unfinished for s in g.samples if s.routes is not None]
-    found = read_routes(STEP, manifest)
+    found = read_files(STEP, manifest).get("routes", {})
     assert len(found) == (len(ended) if form[0] == "2" else 0)
     assert bool(ended) == (form in ("1_94839154", "2", "2_lora"))
     assert main(["export", "--from", str(STEP), "--output", "exported"]) == 0

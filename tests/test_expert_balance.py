@@ -26,7 +26,7 @@ from mindgrpo.backend.dtypes import NUM_PARTS, Dtype
 from mindgrpo.config import load_config
 from mindgrpo.errors import UserError
 from mindgrpo.models.decoder_config import decoder_config
-from mindgrpo.models.expert_plan import balance_factors, load_by_expert
+from mindgrpo.models.expert_routes import StepExperts, balance_factors, load_by_expert
 from mindgrpo.models.moe import Balance
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
@@ -178,9 +178,8 @@ def test_a_stage_of_dense_layers_has_no_bias_to_move() -> None:
     policy = Policy(config, layout, FirstStage({}), replace(SETTINGS, bias_update_rate=0.05))
     fill_random(policy.weights, seed=2)
     before = {name: own.copy() for name, own in policy.weights.arrays.hf_views.items()}
-    packed = PackedRollout(batch().rollout)
-    packed.routes = {}
-    policy.move_biases(policy.pipeline.load(packed))
+    none = StepExperts(policy.pipeline.experts, {})
+    policy.move_biases(none.load(range(len(batch()))))
     for name, own in policy.weights.arrays.hf_views.items():
         np.testing.assert_array_equal(own, before[name])
 

@@ -11,23 +11,25 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mindgrpo.algorithm.packing import Margins, MicroBatch, MicroShape, PackedRollout
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.models.expert_plan import (
-    ExpertPlan,
+    ExpertInputs,
     ExpertSpread,
-    TokenShare,
     capacity,
+    plan_experts,
+    plan_spread,
+    rows_by_expert,
+)
+from mindgrpo.models.expert_routes import (
+    Margins,
+    TokenShare,
     load_by_expert,
     load_of_fullest,
     margins_of,
     merge_routes,
-    plan_experts,
-    plan_spread,
     routes_by_sample,
     routes_of,
-    rows_by_expert,
-    with_plan,
 )
 
 LAYERS, EXPERTS, SLOTS = 2, 5, 2
@@ -72,7 +74,7 @@ def test_a_plan_names_each_slots_row_by_expert_and_in_the_order_of_the_slots() -
         ]
         rows = {slot: row for row, slot in enumerate(by_expert)}
         assert plan.home[layer].reshape(-1).tolist() == [rows.get(s, -1) for s in range(40)]
-    assert {own.dtype for own in plan} == {np.dtype(np.int32)}
+    assert {own.dtype for own in plan[:-1]} == {np.dtype(np.int32)}
 
 
 def _take(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -80,7 +82,7 @@ def _take(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.where((rows >= 0)[:, None], x[np.maximum(rows, 0)], 0)
 
 
-def _results(plans: list[ExpertPlan], layer: int, spread: tuple[int, int]) -> list[np.ndarray]:
+def _results(plans: list[ExpertInputs], layer: int, spread: tuple[int, int]) -> list[np.ndarray]:
     """By rank [N K, 3]: what comes back for each slot of (rank, slot), with the expert that it met."""
     ep, emp = spread
     own = [plan.order[layer] for plan in plans]
@@ -142,7 +144,7 @@ def test_every_slot_of_every_rank_meets_its_expert_and_comes_back(
         plan_spread(routes, sent, ExpertSpread(ep, emp, member), rows)
         for member, routes in enumerate(by_rank)
     ]
-    assert {own.dtype for plan in plans for own in plan} == {np.dtype(np.int32)}
+    assert {own.dtype for plan in plans for own in plan[:-1]} == {np.dtype(np.int32)}
     for layer in range(LAYERS):
         for rank, results in enumerate(_results(plans, layer, spread)):
             wanted = by_rank[rank][layer].reshape(-1)
@@ -184,14 +186,12 @@ def test_routes_of_one_packing_are_those_of_the_same_tokens_in_another(
         for part in range(context_ranks):
             for batch in packed.micro_batches(shape, num_shares, share, part=part):
                 routes = routes_of(batch, samples, SIZES)
-                planned = with_plan(batch, routes, plan_experts(routes, EXPERTS))
+                plan = plan_experts(routes, EXPERTS)
                 expected = routes_of_tokens(batch)
-                is_padding = (planned.routes < 0).all((0, 2))
+                is_padding = (routes < 0).all((0, 2))
                 num_padding += int(is_padding.sum())
-                np.testing.assert_array_equal(
-                    planned.routes[:, ~is_padding], expected[:, ~is_padding]
-                )
-                np.testing.assert_array_equal(planned.home < 0, planned.routes < 0)
+                np.testing.assert_array_equal(routes[:, ~is_padding], expected[:, ~is_padding])
+                np.testing.assert_array_equal(plan.home < 0, routes < 0)
     # Prompts once a row, and each sample's tokens but the last.
     rows = packed.rows(shape)
     tokens = sum(len({c for placed in row for c in placed.inputs.tolist()}) for row in rows)

@@ -149,8 +149,9 @@ def outcome(stages: int, chunks: int, has_experts: bool = False) -> tuple[Bits, 
     def run(stage: int) -> tuple[Any, Any]:
         packed, pipeline = rollout(), pipelines[stage]
         batches = packed.micro_batches(SHAPE, 1, 0)
-        ahead, planned = pipeline.record(batches, packed), pipeline.planned(batches, packed)
-        return ahead, forward_backward(pipeline, planned, backwards[stage], losses(batches))
+        ahead, experts = pipeline.record(batches, packed)
+        inputs = None if experts is None else experts.inputs(batches)
+        return ahead, forward_backward(pipeline, batches, backwards[stage], losses(batches), inputs)
 
     with ThreadPoolExecutor(stages) as threads:
         *_, (logps, predictions) = threads.map(run, range(stages))

@@ -57,7 +57,7 @@ def computed(variant: Variant, recompute: Recompute) -> dict[str, np.ndarray]:
     given = replace(batch(), reference_logps=None)
     weights = np.full(len(given), 0.1, np.float32)
     packed = PackedRollout(given.rollout)
-    logps, _ = accumulate_gradients(policy, given, packed, range(len(given)), weights)
+    logps, *_ = accumulate_gradients(policy, given, packed, range(len(given)), weights)
     found = {name: own.copy() for name, own in policy.gradients.arrays.hf_views.items()}
     return found | {f"log-probs {i}": own for i, (own, _) in logps.items()}
 

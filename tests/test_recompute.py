@@ -19,11 +19,9 @@ from algorithms import loss_of
 from mindspore import Tensor, nn, ops
 from small_generators import WITH_AVX512
 
-from mindgrpo.algorithm.packing import NO_PLAN
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.config.roles import RecomputeConfig
 from mindgrpo.models.decoder import (
-    PLAN,
     WHOLE_LAYERS,
     LogProbStage,
     Recompute,
@@ -88,7 +86,7 @@ def shard_of(
 TOKEN_IDS = Tensor(np.arange(TOKENS, dtype=np.int32)[None])
 SPANS = Tensor(np.zeros((1, TOKENS, 3), np.int32))
 COLUMNS = Tensor(np.arange(TOKENS, dtype=np.int32)[None, None])
-STAGE_INPUTS = (TOKEN_IDS, SPANS, COLUMNS, *(Tensor(NO_PLAN) for _ in PLAN))
+STAGE_INPUTS = (TOKEN_IDS, SPANS, COLUMNS)
 DY = Tensor(np.ones((TOKENS, 32), np.float32))
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from ranks_as_threads import ThreadGroup, World
 
-from mindgrpo.algorithm.sample import ExpertRoutes, Sample
-from mindgrpo.models.expert_plan import load_by_expert
-from mindgrpo.models.route_exchange import ReplayedRoutes, gathered_on_first_rank
+from mindgrpo.algorithm.sample import Sample
+from mindgrpo.algorithm.token_arrays import RemoteSegment
+from mindgrpo.backend.remote_arrays import FetchedArrays, gathered
+from mindgrpo.models.expert_routes import StepExperts, load_by_expert
 
 RANKS, LAYERS, EXPERTS, SLOTS, SAMPLES = 4, 6, 7, 2, 8
 PROMPT = 5
@@ -56,14 +58,18 @@ def held_by(rank: int, parts: list[list[np.ndarray]]) -> list[Any]:
     """The samples' routes as Replicas hands them to a rank."""
     owned: list[Any] = []
     for replica, own in zip(REPLICAS, (parts[:4], parts[4:]), strict=True):
-        known: dict[int, ExpertRoutes] = {}
+        known: dict[int, RemoteSegment] = {}
         tokens = np.zeros(1, np.int32)
-        samples = [Sample.drawn(0, tokens, tokens, "stop", 0, tuple(r), logps=[0.0]) for r in own]
-        samples = [sample.with_routes_of(replica[0], known) for sample in samples]
+        samples = [drawn(tokens, tuple(r)).held_by(replica[0], known) for r in own]
         if rank not in replica:
             samples = pickle.loads(pickle.dumps(samples))
-        owned += [sample.routes for sample in samples]
+        owned += [sample.arrays["routes"] for sample in samples]
     return owned
+
+
+def drawn(tokens: np.ndarray, parts: tuple[np.ndarray, ...]) -> Sample:
+    logps = np.zeros(len(tokens))
+    return Sample.drawn(0, tokens, tokens, "stop", 0, logps=logps, routes=parts)
 
 
 def on_ranks(run: Callable[[int, CountedGroup], Any]) -> list[Any]:
@@ -83,7 +89,7 @@ def test_a_rank_gets_the_samples_and_layers_that_it_asks_for_and_no_other_byte(
     wanted = [[[0, 5], [1]], [[4, 5], []], [[7], [2, 6]], [[3], [3]]]
 
     def run(rank: int, group: Any) -> tuple[list[np.ndarray], int, int]:
-        routes = ReplayedRoutes(held_by(rank, parts), layers[rank], group)
+        routes = FetchedArrays(held_by(rank, parts), layers[rank], group)
         found = []
         for samples in wanted[rank]:
             routes.fetch(samples)
@@ -105,17 +111,17 @@ def test_a_rank_gets_the_samples_and_layers_that_it_asks_for_and_no_other_byte(
 def test_what_is_elsewhere_is_an_error_until_it_is_asked_for() -> None:
     parts = whole(np.uint8)
     here, elsewhere = (held_by(rank, parts)[0] for rank in (0, 2))
-    np.testing.assert_array_equal(np.concatenate(here), np.concatenate(parts[0]))
-    assert [len(own) for own in elsewhere] == [len(own) for own in parts[0]]
-    with pytest.raises(ValueError, match="these routes are on rank 0"):
-        np.concatenate(elsewhere)
+    np.testing.assert_array_equal(here, np.concatenate(parts[0]))
+    assert [len(own) for own in elsewhere.segments] == [len(own) for own in parts[0]]
+    with pytest.raises(ValueError, match="these entries are on rank 0"):
+        np.asarray(elsewhere)
 
 
 def test_samples_travel_without_their_routes() -> None:
     tokens, large = np.zeros(4, np.int32), np.zeros((7, 48, 8), np.uint8)
-    sample = Sample.drawn(0, tokens, tokens, "stop", 0, (large,), logps=[0.0] * 4)
+    sample = drawn(tokens, (large,))
     assert len(pickle.dumps(sample)) > large.nbytes
-    assert len(pickle.dumps(sample.with_routes_of(0, {}))) < large.nbytes
+    assert len(pickle.dumps(sample.held_by(0, {}))) < large.nbytes
 
 
 def test_the_load_counts_a_prompt_with_each_of_its_samples_and_each_sample_once() -> None:
@@ -123,7 +129,14 @@ def test_the_load_counts_a_prompt_with_each_of_its_samples_and_each_sample_once(
     layers = [[0, 1, 2], [], [3, 4, 5], [5]]
 
     def run(rank: int, group: Any) -> np.ndarray:
-        return ReplayedRoutes(held_by(rank, parts), layers[rank], group).load(samples, EXPERTS)
+        stage: Any = SimpleNamespace(
+            moe=SimpleNamespace(num_experts=EXPERTS),
+            num_layers=LAYERS,
+            layers=layers[rank],
+            world=group,
+        )
+        routes = FetchedArrays(held_by(rank, parts), layers[rank], group)
+        return StepExperts(stage, routes).load(samples)
 
     expected = load_by_expert([np.concatenate(parts[i]) for i in samples], LAYERS, EXPERTS)
     for own, found in zip(layers, on_ranks(run), strict=True):
@@ -135,7 +148,7 @@ def test_the_first_rank_gets_all_of_them_for_files_a_few_at_a_time(most_bytes: i
     parts = whole(np.uint8)
 
     def run(rank: int, group: Any) -> Any:
-        return list(gathered_on_first_rank(held_by(rank, parts), group, most_bytes)), group.received
+        return list(gathered(held_by(rank, parts), group, most_bytes)), group.received
 
     results = on_ranks(run)
     assert len({len(found) for found, _ in results}) == 1

@@ -23,6 +23,7 @@ from test_partial_runs import PARTIAL, SAVED, SMALL_CHUNKS
 
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import PartialGroup, Request, Rollout, Sample, collect
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import SamplingParams
@@ -30,8 +31,10 @@ from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.checkpoint.format import StoredGroup, read_manifest, restored_groups, stored_groups
 from mindgrpo.config import load_config
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config, read_config
+from mindgrpo.models.expert_plan import ExpertInputs
+from mindgrpo.models.expert_routes import StepExperts
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
+from mindgrpo.models.pipeline import ForwardPipeline, record_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.mesh import Mesh
@@ -151,13 +154,27 @@ def drawn(made: EmbeddedEngine, purpose: int = ROLLOUT) -> Rollout:
     return collect(samples, GROUP, range(MAX_PROMPT))
 
 
+def parts(sample: Sample) -> tuple[Any, ...]:
+    return sample.arrays["routes"].segments if "routes" in sample.arrays else ()
+
+
 def whole(sample: Sample) -> np.ndarray:
-    return np.concatenate(sample.routes)
+    return np.concatenate(parts(sample))
 
 
-def replayed(pipeline: ForwardPipeline, backend: CpuBackend, rollout: Rollout) -> Any:
-    packed = PackedRollout(rollout)
-    return packed, compute_log_probs(pipeline, Mesh(1, 1), backend, packed)
+def with_parts(sample: Sample, *own: np.ndarray) -> Sample:
+    """The sample with these routes, and without any where there are none."""
+    others = {name: values for name, values in sample.arrays.items() if name != "routes"}
+    routes = {"routes": TOKEN_ARRAYS["routes"].of(own, 0)} if own else {}
+    return replace(sample, arrays=others | routes)
+
+
+def replayed(
+    pipeline: ForwardPipeline, backend: CpuBackend, rollout: Rollout
+) -> tuple[StepExperts, list[np.ndarray]]:
+    logps, experts = record_log_probs(pipeline, Mesh(1, 1), backend, PackedRollout(rollout))
+    assert experts is not None
+    return experts, logps
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -167,26 +184,25 @@ def test_the_engines_routes_are_those_that_the_trainer_chooses(
     made = engine(backend, kernels_named(name))
     rollout, pipeline = drawn(made), trainer(made, backend)
     assert len({sample.finish_reason for sample in rollout.samples}) == 2
-    without = Rollout(
-        tuple(replace(sample, routes=()) for sample in rollout.samples), rollout.group_ids
-    )
+    without = Rollout(tuple(map(with_parts, rollout.samples)), rollout.group_ids)
     recorded, expected = replayed(pipeline, backend, without)
     packed, logps = replayed(pipeline, backend, rollout)
-    assert recorded.choices.tolist() == [0, 0]
-    assert packed.choices[0] > 0 and packed.choices[1] == 0
+    counted, figures = recorded.statistics, packed.statistics
+    assert (counted.compared, counted.changed) == (0, 0)
+    assert figures.compared > 0 and figures.changed == 0
     for i, sample in enumerate(rollout.samples):
         assert whole(sample).dtype == np.uint8
-        assert whole(sample).shape == (sample.num_routes, LAYERS, CHOSEN)
+        assert whole(sample).shape == (sample.num_inputs, LAYERS, CHOSEN)
         np.testing.assert_array_equal(whole(sample), recorded.routes[i])
         np.testing.assert_array_equal(packed.routes[i], recorded.routes[i])
         np.testing.assert_array_equal(logps[i], expected[i])
         # A prompt's are there once for its group.
-        assert sample.routes[0] is rollout.samples[i - i % GROUP].routes[0]
-    assert packed.expert_load == recorded.expert_load
+        assert parts(sample)[0] is parts(rollout.samples[i - i % GROUP])[0]
+    assert figures.load_max == counted.load_max
     # Every sample's tokens but the last, in each layer.
-    assert packed.margins.count == LAYERS * sum(s.num_routes for s in rollout.samples)
-    assert 0 < packed.margins.least < packed.margins.mean < 1
-    assert packed.margins == recorded.margins
+    assert figures.margins.count == LAYERS * sum(s.num_inputs for s in rollout.samples)
+    assert 0 < figures.margins.least < figures.margins.mean < 1
+    assert figures.margins == counted.margins
 
 
 @WITH_C
@@ -198,7 +214,8 @@ def test_the_loop_in_c_draws_the_tokens_and_chooses_the_experts_of_plain_operati
     assert isinstance(in_c._decoder, slots.SlotDecoder)
     found, expected = drawn(in_c), drawn(plain)
     packed, logps = replayed(trainer(in_c, backend, config), backend, found)
-    assert packed.choices[1] == 0 and 0 < packed.margins.least < packed.margins.mean
+    figures = packed.statistics
+    assert figures.changed == 0 and 0 < figures.margins.least < figures.margins.mean
     for i, (one, other) in enumerate(zip(found.samples, expected.samples, strict=True)):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(whole(one), whole(other))
@@ -210,7 +227,7 @@ def test_the_loop_in_c_draws_the_tokens_and_chooses_the_experts_of_plain_operati
             host.hf_views[name][...] = 0
     in_c.publish(lambda: None, 0)
     unbiased = zip(found.samples, drawn(in_c).samples, strict=True)
-    assert any((one.routes[0] != other.routes[0]).any() for one, other in unbiased)
+    assert any((parts(one)[0] != parts(other)[0]).any() for one, other in unbiased)
 
 
 @WITH_C
@@ -223,7 +240,7 @@ def test_another_route_changes_what_comes_behind_it_and_is_counted(backend: CpuB
     samples = tuple(changed if s.number == number else s for s in rollout.samples)
     packed, after = replayed(pipeline, backend, replace(rollout, samples=samples))
     # The router would have chosen what the generator did, up to the layer behind.
-    assert 1 <= packed.choices[1] <= packed.choices[0]
+    assert 1 <= packed.statistics.changed <= packed.statistics.compared
     for i, (one, other) in enumerate(zip(before, after, strict=True)):
         same = one == other
         # Token 2 is what the generator saw before it drew number 3.
@@ -235,12 +252,13 @@ def planted(sample: Sample, token: int) -> Sample:
     routes = whole(sample).copy()
     at = len(sample.prompt) + token
     routes[at, 0] = [e for e in range(EXPERTS) if e not in routes[at, 0]][:CHOSEN]
-    return replace(sample, routes=(routes,))
+    return with_parts(sample, routes)
 
 
 def test_evaluations_have_none_nor_do_engines_that_are_not_asked(backend: CpuBackend) -> None:
     made = engine(backend, Kernels())
-    assert drawn(made, EVALUATION).routes is None and drawn(made).routes is not None
+    assert "routes" not in drawn(made, EVALUATION).token_arrays
+    assert "routes" in drawn(made).token_arrays
 
 
 @WITH_C
@@ -253,10 +271,10 @@ def test_conversations_that_go_on_from_kept_keys_have_the_routes_of_those_comput
         converse(engine(backend, kernels_named("native"), goes_on, config))
         for goes_on in (True, False)
     )
-    assert len(kept) > GROUP and max(len(s.routes) for s in kept) > 2
+    assert len(kept) > GROUP and max(len(parts(s)) for s in kept) > 2
     for one, other in zip(kept, again, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        assert len(whole(one)) == one.num_routes
+        assert len(whole(one)) == one.num_inputs
         np.testing.assert_array_equal(whole(one), whole(other))
 
 
@@ -267,7 +285,7 @@ def converse(made: EmbeddedEngine) -> list[Sample]:
     for turn in range(3):
         for written in made.generate(waiting, SAMPLING, SeedKey(0, ROLLOUT, 0, turn), 0):
             one = samples[written.number].with_written(written)
-            assert sum(map(len, one.routes)) == one.num_routes
+            assert sum(map(len, parts(one))) == one.num_inputs
             samples[one.number] = one.with_answer([7, 11], []) if turn < 2 else one
         waiting = [sample.request(i, 3) for i, sample in samples.items()]
     return list(samples.values())
@@ -276,19 +294,19 @@ def converse(made: EmbeddedEngine) -> list[Sample]:
 def test_a_sample_with_a_gap_in_its_routes_has_none() -> None:
     part = np.zeros((3, LAYERS, CHOSEN), np.uint8)
     prompt, tokens = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
-    written = Sample.drawn(0, prompt, tokens, "stop", 0, (part,), logps=[0.0, 0.0])
+    written = Sample.drawn(0, prompt, tokens, "stop", 0, logps=[0.0, 0.0], routes=(part,))
     begun = Sample.begun(prompt).with_written(written)
     assert len(whole(begun)) == 3
-    more = replace(written, routes=(part[:2],))
-    assert begun.with_written(more).routes == (part, more.routes[0])
-    assert begun.with_answer([5], []).with_written(more).routes == ()
-    assert begun.with_written(replace(written, routes=())).routes == ()
+    more = with_parts(written, part[:2])
+    assert parts(begun.with_written(more)) == (part, *parts(more))
+    assert parts(begun.with_answer([5], []).with_written(more)) == ()
+    assert parts(begun.with_written(with_parts(written))) == ()
 
 
 def test_ended_samples_of_a_checkpoint_bring_their_routes_back() -> None:
     routes = np.arange(3 * 2 * 2, dtype=np.uint16).reshape(3, 2, 2)
     prompt, tokens = np.array([1, 2], np.int32), np.array([3, 4], np.int32)
-    ended = Sample.drawn(0, prompt, tokens, "stop", 0, (routes,), logps=[0.0, 0.0])
+    ended = Sample.drawn(0, prompt, tokens, "stop", 0, logps=[0.0, 0.0], routes=(routes,))
     running = replace(ended, number=1, finish_reason=None)
     (stored,) = stored_groups([PartialGroup(2, 1, (ended, running))])
     # Version 1 has the values beside their shape; the file of today is test_checkpoint_routes.py's.
@@ -297,14 +315,14 @@ def test_ended_samples_of_a_checkpoint_bring_their_routes_back() -> None:
     first["samples"][0]["routes"].append(text)
     by_form = {
         "in the manifest": ([StoredGroup.model_validate_json(json.dumps(first))], [prompt]),
-        "in a file": ([stored], [prompt], {(0, 0): routes}),
+        "in a file": ([stored], [prompt], {"routes": {(0, 0): routes}}),
     }
     for form, given in by_form.items():
         (group,) = restored_groups(*given)
         assert whole(group.samples[0]).dtype == np.uint16, form
         np.testing.assert_array_equal(whole(group.samples[0]), routes, form)
         # What an engine computes again is not kept.
-        assert group.samples[1].routes == (), form
+        assert parts(group.samples[1]) == (), form
     first["samples"][0]["routes"][1][0] = 4
     with pytest.raises(ValueError, match="24 bytes"):
         StoredGroup.model_validate_json(json.dumps(first))
@@ -319,22 +337,23 @@ def test_updates_of_a_run_compute_the_experts_that_the_generator_had(
         monkeypatch.setitem(small_runs.MODEL, key, value)
     small_runs.make_inputs(tmp_path)
     rollouts: list[Rollout] = []
-    updates: list[tuple[Rollout, MicroBatch]] = []
+    updates: list[tuple[Rollout, MicroBatch, ExpertInputs]] = []
     generate, accumulate = Replicas.generate, Policy.accumulate
 
     def generating(self: Replicas, *given: Any, **named: Any) -> Rollout:
         rollout = generate(self, *given, **named)
-        if plants and rollout.routes is not None:
+        if plants and "routes" in rollout.token_arrays:
             longest = int(np.argmax(rollout.completion_lengths))
             changed = planted(rollout.samples[longest], 0)
             samples = [changed if s.number == longest else s for s in rollout.samples]
             rollout = replace(rollout, samples=tuple(samples))
-        if rollout.routes is not None:
+        if "routes" in rollout.token_arrays:
             rollouts.append(rollout)
         return rollout
 
     def accumulating(self: Policy, batches: Sequence[MicroBatch], *others: Any) -> Any:
-        updates.extend((rollouts[-1], batch) for batch in batches)
+        *_, experts = others
+        updates.extend((rollouts[-1], *pair) for pair in zip(batches, experts, strict=True))
         return accumulate(self, batches, *others)
 
     monkeypatch.setattr(Replicas, "generate", generating)
@@ -343,8 +362,8 @@ def test_updates_of_a_run_compute_the_experts_that_the_generator_had(
     words += ["--rl_config.dynamic_sampling", "false", "--rl_config.logprob_gap_limit", "null"]
     run = small_runs.run(tmp_path, tmp_path / "run", *words)
     assert len(rollouts) == 2 and updates
-    for rollout, batch in updates:
-        own = np.moveaxis(batch.routes, 0, 1).reshape(*batch.tokens.shape, -1, CHOSEN)
+    for rollout, batch, experts in updates:
+        own = np.moveaxis(experts.topk_ids, 0, 1).reshape(*batch.tokens.shape, -1, CHOSEN)
         for number, row in enumerate(batch.rows):
             for placed in row:
                 expected = whole(rollout.samples[placed.sample])

@@ -12,16 +12,8 @@ import numpy as np
 import pytest
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
-from mindgrpo.algorithm.sample import (
-    STOPPED,
-    TOKEN_ARRAYS,
-    PartialGroup,
-    Rollout,
-    Sample,
-    TokenArray,
-    TrainBatch,
-    collect,
-)
+from mindgrpo.algorithm.sample import STOPPED, PartialGroup, Rollout, Sample, TrainBatch, collect
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS, TokenArray
 from mindgrpo.checkpoint.format import StoredGroup, restored_groups, stored_groups
 from mindgrpo.grpo.metrics import step_digests
 from mindgrpo.run.batch_dump import About, Dump, read, write

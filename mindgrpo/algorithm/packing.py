@@ -14,13 +14,12 @@ from functools import cache, partial
 import numpy as np
 
 from mindgrpo.algorithm.context_split import deal_columns
-from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Arrays, Rollout
+from mindgrpo.algorithm.sample import Arrays, Rollout
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.errors import UserError
 
 # Heads run over this many sizes at most, each a compile of its own.
 PICK_BUCKETS = 4
-# An input of graphs that none of them reads.
-NO_PLAN = np.zeros(1, np.int32)
 
 
 @dataclass(frozen=True)
@@ -186,8 +185,7 @@ class MicroBatch:
     int32: `tokens` [R, L]; `positions` [R, T] and `spans` [R, T, 3] (backend/kernels/contract.py) of whole rows;
     `picks` [M], the positions among R * L that predict, -1 on padding, and `labels` [M], what comes after them.
     `actions` bool [M] says which labels the policy wrote; padding is none. `arrays` [R, L, ...] are the declared
-    per-token arrays that are inputs. This rank is number `part` of the G. `routes` int32 [layers, R L, K] are the
-    experts of its tokens; what follows is their ExpertPlan, and `balance` (models/expert_plan.py). [1] without one.
+    per-token arrays that are inputs. This rank is number `part` of the G.
     """
 
     rows: tuple[PackedRow, ...]
@@ -201,23 +199,16 @@ class MicroBatch:
     predicted: tuple[Predicted, ...]
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     part: int = 0
-    routes: np.ndarray = field(default_factory=NO_PLAN.copy)
-    order: np.ndarray = field(default_factory=NO_PLAN.copy)
-    counts: np.ndarray = field(default_factory=NO_PLAN.copy)
-    home: np.ndarray = field(default_factory=NO_PLAN.copy)
-    by_expert: np.ndarray = field(default_factory=NO_PLAN.copy)
-    as_arrived: np.ndarray = field(default_factory=NO_PLAN.copy)
-    balance: np.ndarray = field(default_factory=NO_PLAN.copy)
-
-    @property
-    def is_planned(self) -> bool:
-        """Returns whether it has routes and a plan of them."""
-        return self.routes.ndim > 1
 
     @property
     def own_columns(self) -> np.ndarray:
         """Returns int32 [R, L], the columns of this rank's tokens."""
         return self.columns[self.part]
+
+    def own(self, whole: np.ndarray) -> np.ndarray:
+        """Takes what `whole` [R, T, ...] has of this rank's tokens: [R L, ...]."""
+        own = whole[np.arange(len(whole))[:, None], self.own_columns]
+        return own.reshape(-1, *whole.shape[2:])
 
     def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
         """Spreads per-sample scalars or per-token arrays over the predicting positions: float32 [M], 0 on padding."""
@@ -393,42 +384,14 @@ def _arrays(
     )
 
 
-@dataclass(frozen=True)
-class Margins:
-    """By how much routers choose: `total` of the margins of `count` tokens of layers, and the `least` one.
-
-    A margin is the score of the last expert that is chosen minus that of the first that is not.
-    """
-
-    total: float = 0.0
-    count: float = 0.0
-    least: float = np.inf
-
-    def __add__(self, other: Margins) -> Margins:
-        least = min(self.least, other.least)
-        return Margins(self.total + other.total, self.count + other.count, least)
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count
-
-
 class PackedRollout:
     """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
 
     `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
-    `routes` are the experts of each sample's tokens in the layers of this rank, once they were taken from the rollout
-    or recorded by a forward pass, and `expert_load` is that of the fullest (models/expert_plan.py). `choices` int64 [2]
-    counts tokens of layers where the router chose while it replayed, and those of them where it chose other experts;
-    `margins` are those of the first pass over all samples in which this rank's routers chose, None without one.
     """
 
     def __init__(self, rollout: Rollout) -> None:
         self.rollout = rollout
-        self.routes: Mapping[int, np.ndarray] | None = None
-        self.expert_load: float | None = None
-        self.choices = np.zeros(2, np.int64)
-        self.margins: Margins | None = None
         self._pack = cache(partial(pack, rollout))
         self._micro_batches = cache(partial(micro_batches, rollout))
 

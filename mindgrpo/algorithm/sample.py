@@ -1,13 +1,11 @@
 """A sample from its prompt to its loss: one conversation, a step's samples, and what they are trained on.
 
 Token ids travel with their lengths, finish reasons and masks, so no mask is ever read off a token's value. Arrays with
-an entry for each token are declared in TOKEN_ARRAYS and made by engines; what is between engine and loss passes them on
-by their declarations.
+an entry for each token are those of token_arrays.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,76 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS, RemoteArray, RemoteSegment
+
 STOPPED, LENGTH, MAX_TURNS, FAILED = "stop", "length", "max_turns", "failed"
 
 Arrays = Sequence[np.ndarray]
 Messages = tuple[Mapping[str, Any], ...]
-
-
-class ExpertRoutes:
-    """The experts of some tokens, uint8 or uint16 [tokens, layers with experts, experts a token].
-
-    They stay on the ranks that computed them, of which `rank` is the first; elsewhere `values` is None
-    (models/route_exchange.py).
-    """
-
-    def __init__(self, values: np.ndarray, rank: int) -> None:
-        self.values: np.ndarray | None = values
-        self.rank, self.shape, self.dtype = rank, values.shape, values.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __array__(self, dtype: Any = None) -> np.ndarray:
-        if self.values is None:
-            raise ValueError(f"these routes are on rank {self.rank}")
-        return np.asarray(self.values, dtype)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"values": None}
-
-
-# Of a sample's tokens but its last one: parts that follow each other, of which samples of one prompt share the first.
-# Arrays are those that every rank has.
-Routes = tuple[ExpertRoutes | np.ndarray, ...]
-
-
-@dataclass(frozen=True)
-class TokenArray:
-    """Declares an array with an entry of shape `trailing` for each token of a completion; `title` is for messages.
-
-    Tokens that the policy did not write have `on_context` everywhere; None repeats the entry of the token before. An
-    array that `is_input` is one of the inputs of a micro-batch, where prompts and padding have `on_context`, too.
-    """
-
-    title: str
-    dtype: type[np.generic]
-    trailing: tuple[int, ...] = ()
-    on_context: float | None = 0
-    is_input: bool = False
-
-    def of(self, values: Any, num_tokens: int) -> np.ndarray:
-        """Returns `values` with the declared dtype and shape. Raises ValueError where their number differs."""
-        return np.asarray(values, self.dtype).reshape(num_tokens, *self.trailing)
-
-    def num_bytes(self, num_tokens: int) -> int:
-        return math.prod((num_tokens, *self.trailing)) * np.dtype(self.dtype).itemsize
-
-    def with_context(self, values: np.ndarray, count: int) -> np.ndarray:
-        """Appends the entries of `count` tokens that the policy did not write."""
-        context = np.full((count, *self.trailing), self.on_context or 0, self.dtype)
-        if self.on_context is None:
-            context[...] = values[-1]
-        return np.concatenate([values, context])
-
-
-# An engine gives the first two with every sample; one that some of a step's samples lack is left out of the step.
-TOKEN_ARRAYS = {
-    # In nats, at the sampling temperature, by the engine.
-    "logps": TokenArray("the generator's log-probs", np.float32),
-    # Of the weights that wrote the token, or that were there.
-    "versions": TokenArray("the versions of the generator's weights", np.int32, on_context=None),
-}
 
 
 @dataclass(frozen=True)
@@ -105,25 +39,24 @@ class Sample:
 
     `action_mask` bool [n] says which tokens the policy wrote: those of tools and of templates are context (no loss, no
     advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. Without a `finish_reason` the sample is unfinished. Of a
-    conversation, `messages` are the turns that have ended and what tools or an environment answered. `routes` are the
-    engine's, () without; of an answer's tokens they are there once the policy has continued. `opening` are the messages
-    of a prompt that an environment gave.
+    conversation, `messages` are the turns that have ended and what tools or an environment answered. `opening` are the
+    messages of a prompt that an environment gave.
     """
 
     number: int
     prompt: np.ndarray
     tokens: np.ndarray
     action_mask: np.ndarray
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, Any]
     finish_reason: str | None = None
     messages: Messages = ()
-    routes: Routes = ()
     opening: Messages = ()
 
     @classmethod
     def begun(cls, prompt: np.ndarray, number: int = 0) -> Sample:
         """Returns a sample without tokens."""
-        ids, arrays = np.zeros(0, np.int32), {n: a.of((), 0) for n, a in TOKEN_ARRAYS.items()}
+        ids = np.zeros(0, np.int32)
+        arrays = {name: array.of((), 0) for name, array in TOKEN_ARRAYS.items()}
         return cls(number, np.asarray(prompt, np.int32), ids, np.zeros(0, bool), arrays)
 
     @classmethod
@@ -134,7 +67,6 @@ class Sample:
         tokens: np.ndarray,
         finish_reason: str,
         version: int,
-        routes: Routes = (),
         **arrays: Any,
     ) -> Sample:
         """Returns a sample whose tokens the policy wrote by weights of `version`; `arrays` by their declared names.
@@ -144,8 +76,7 @@ class Sample:
         count = len(tokens)
         arrays["versions"] = np.full(count, version, np.int32)
         checked = {name: TOKEN_ARRAYS[name].of(values, count) for name, values in arrays.items()}
-        mask = np.ones(count, bool)
-        return cls(number, prompt, tokens, mask, checked, finish_reason, routes=routes)
+        return cls(number, prompt, tokens, np.ones(count, bool), checked, finish_reason)
 
     @property
     def logps(self) -> np.ndarray:
@@ -168,32 +99,29 @@ class Sample:
 
     def with_written(self, written: Sample) -> Sample:
         """Appends what the policy wrote next; the finish reason becomes that of `written`."""
-        both = {
-            name: np.concatenate([values, written.arrays[name]])
-            for name, values in self.arrays.items()
-            if name in written.arrays
+        num_inputs = self.num_inputs + len(written.tokens)
+        grown = {
+            name: array.joined(self.arrays.get(name), written.arrays.get(name), num_inputs)
+            for name, array in TOKEN_ARRAYS.items()
         }
-        grown = self._with(written.tokens, written.action_mask, both)
-        routes = grown.routes_with(written.routes)
-        return replace(grown, finish_reason=written.finish_reason, routes=routes)
+        arrays = {name: values for name, values in grown.items() if values is not None}
+        sample = self._with(written.tokens, written.action_mask, arrays)
+        return replace(sample, finish_reason=written.finish_reason)
 
-    def with_routes_of(self, rank: int, known: dict[int, ExpertRoutes]) -> Sample:
-        """Returns the sample with routes that stay on `rank`; `known` has those of arrays, by id, met before."""
-        for own in self.routes:
-            if isinstance(own, np.ndarray):
-                known.setdefault(id(own), ExpertRoutes(own, rank))
-        return replace(self, routes=tuple(known.get(id(own), own) for own in self.routes))
+    def held_by(self, owner: int, known: dict[int, RemoteSegment]) -> Sample:
+        """Returns the sample as it goes to other ranks than its own, of which `owner` is the first.
 
-    def routes_with(self, computed: Routes) -> Routes:
-        """Returns the routes with those `computed` last, of its last tokens or of all; () where some are missing."""
-        rest = self.num_routes - sum(map(len, computed))
-        if not computed or rest == 0:
-            return computed
-        return (*self.routes, *computed) if rest == sum(map(len, self.routes)) else ()
+        `known` has segments that other samples share, by id, met before.
+        """
+        arrays = {
+            name: own.held_by(owner, known) if isinstance(own, RemoteArray) else own
+            for name, own in self.arrays.items()
+        }
+        return replace(self, arrays=arrays)
 
     @property
-    def num_routes(self) -> int:
-        """Counts the tokens that have routes, where an engine gives them: the last one predicts nothing."""
+    def num_inputs(self) -> int:
+        """Counts the tokens that the model reads: the last one predicts nothing."""
         return len(self.prompt) + len(self.tokens) - 1
 
     def with_answer(self, ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Sample:
@@ -207,9 +135,7 @@ class Sample:
         grown = self._with(np.array(ids, np.int32), np.zeros(len(ids), bool), arrays)
         return replace(grown, messages=(*self.messages, *messages), finish_reason=None)
 
-    def _with(
-        self, tokens: np.ndarray, mask: np.ndarray, arrays: Mapping[str, np.ndarray]
-    ) -> Sample:
+    def _with(self, tokens: np.ndarray, mask: np.ndarray, arrays: Mapping[str, Any]) -> Sample:
         tokens = np.concatenate([self.tokens, tokens])
         mask = np.concatenate([self.action_mask, mask])
         return replace(self, tokens=tokens, action_mask=mask, arrays=arrays)
@@ -309,12 +235,23 @@ class Rollout:
         return tuple(sample.action_mask for sample in self.samples)
 
     @cached_property
-    def token_arrays(self) -> Mapping[str, Arrays]:
+    def token_arrays(self) -> Mapping[str, Sequence[Any]]:
         return {
             name: tuple(sample.arrays[name] for sample in self.samples)
-            for name in TOKEN_ARRAYS
-            if all(name in sample.arrays for sample in self.samples)
+            for name, array in TOKEN_ARRAYS.items()
+            if all(
+                name in sample.arrays and array.is_whole(sample.arrays[name], sample.num_inputs)
+                for sample in self.samples
+            )
         }
+
+    def with_arrays(self, arrays: Mapping[str, Sequence[Any]]) -> Rollout:
+        """Returns the rollout with these arrays of its samples in place of its own."""
+        samples = (
+            replace(s, arrays={**s.arrays, **{name: own[i] for name, own in arrays.items()}})
+            for i, s in enumerate(self.samples)
+        )
+        return replace(self, samples=tuple(samples))
 
     @property
     def generator_logps(self) -> Arrays:
@@ -323,14 +260,6 @@ class Rollout:
     @property
     def weights_version(self) -> Arrays:
         return self.token_arrays["versions"]
-
-    @cached_property
-    def routes(self) -> Sequence[Routes] | None:
-        """Returns the routes of each sample; None if a sample lacks some."""
-        routes = tuple(sample.routes for sample in self.samples)
-        counts = (sum(map(len, own)) for own in routes)
-        are_there = (s.num_routes == n for s, n in zip(self.samples, counts, strict=True))
-        return routes if all(routes) and all(are_there) else None
 
     @cached_property
     def finish_reasons(self) -> tuple[str, ...]:

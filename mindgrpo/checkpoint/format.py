@@ -2,8 +2,8 @@
 
 The manifest has the run's state, where each chunk of each tensor lies, and digests of everything. Reading executes
 nothing; a manifest that was changed, or whose chunks overlap, leave a gap or do not lie in their file, is an error.
-Unfinished completions of partial rollouts are in it with their arrays as base64, little-endian, but for the experts of
-their tokens, which have a file (routes.py). What changes here changes VERSION.
+Unfinished completions of partial rollouts are in it with their arrays as base64, little-endian, but for remote ones,
+which have files (remote_files.py). What changes here changes VERSION.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from mindgrpo.algorithm.sample import TOKEN_ARRAYS, PartialGroup, Routes, Sample, TokenArray
+from mindgrpo.algorithm.sample import PartialGroup, Sample
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS, RemoteArray, TokenArray
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import read_object
@@ -39,8 +40,10 @@ class ManifestModel(BaseModel):
     )
 
 
-RouteDtype = Literal["uint8", "uint16"]
-RouteShape = tuple[Count, Count, Count]
+RemoteDtype = Literal["uint8", "uint16"]
+RemoteShape = tuple[Count, Count, Count]
+# Without the bytes, which version 1 has here.
+Remote = tuple[RemoteDtype, RemoteShape] | tuple[RemoteDtype, RemoteShape, str]
 # (value, number of tokens that have it).
 Stretch = tuple[Count, Count]
 TOKENS = TokenArray("the tokens", np.int32)
@@ -50,8 +53,8 @@ class StoredSample(ManifestModel):
     """`tokens` are int32, as many as `versions` count; `logps` and further `arrays` are as TOKEN_ARRAYS declares them.
 
     Without a finish reason the sample is unfinished. Of a conversation, `turns` are stretches (1 where the policy
-    wrote, number of tokens) and `messages` a JSON text. `routes` are those of an ended sample, which no engine computes
-    again: dtype and shape, and in version 1 the bytes, too.
+    wrote, number of tokens) and `messages` a JSON text. `routes`, a remote array, is that of an ended sample, which no
+    engine computes again.
     """
 
     tokens: str
@@ -61,16 +64,22 @@ class StoredSample(ManifestModel):
     finish_reason: str | None
     turns: list[Stretch] = []
     messages: str = "[]"
-    routes: tuple[RouteDtype, RouteShape] | tuple[RouteDtype, RouteShape, str] | None = None
+    routes: Remote | None = None
 
     @property
-    def inline_routes(self) -> Routes:
-        """Returns the routes of version 1. Raises ValueError where they do not have their shape."""
-        if self.routes is None or len(self.routes) < 3:
-            return ()
-        name, shape, text = self.routes
-        dtype = TokenArray("the experts of tokens", np.uint8 if name == "uint8" else np.uint16)
-        return (_array("routes", text, dtype, prod(shape)).reshape(shape),)
+    def remote(self) -> dict[str, Remote]:
+        """Returns dtypes and shapes of remote arrays by their names."""
+        return {} if self.routes is None else {"routes": self.routes}
+
+    @property
+    def inline_arrays(self) -> dict[str, np.ndarray]:
+        """Returns the remote arrays of version 1. Raises ValueError where one does not have its shape."""
+        arrays = {}
+        for name, (dtype, shape, *texts) in self.remote.items():
+            for text in texts:
+                declared = TokenArray(name, np.uint8 if dtype == "uint8" else np.uint16)
+                arrays[name] = _array(name, text, declared, prod(shape)).reshape(shape)
+        return arrays
 
     @property
     def count(self) -> int:
@@ -89,7 +98,7 @@ class StoredSample(ManifestModel):
     @model_validator(mode="after")
     def _fits(self) -> StoredSample:
         _array("tokens", self.tokens, TOKENS, self.count)
-        _ = self.token_arrays, self.inline_routes
+        _ = self.token_arrays, self.inline_arrays
         written = sum(number for _, number in self.turns)
         if self.turns and written != self.count:
             raise ValueError(f"turns are of {written} tokens, but the versions are of {self.count}")
@@ -123,7 +132,14 @@ def stored_groups(groups: Sequence[PartialGroup]) -> list[StoredGroup]:
 
 
 def _stored(sample: Sample) -> StoredSample:
-    texts = {name: _text(values) for name, values in sample.arrays.items() if name != "versions"}
+    texts: dict[str, str] = {}
+    remote: dict[str, Any] = {}
+    for name, values in sample.arrays.items():
+        if not isinstance(values, RemoteArray):
+            texts[name] = _text(values)
+        elif sample.finish_reason is not None and values.segments:
+            remote[name] = values.dtype.name, values.shape
+    texts.pop("versions")
     return StoredSample(
         tokens=_text(sample.tokens),
         logps=texts.pop("logps"),
@@ -132,51 +148,44 @@ def _stored(sample: Sample) -> StoredSample:
         finish_reason=sample.finish_reason,
         turns=version_runs(sample.action_mask.astype(np.int32)),
         messages=json.dumps(sample.messages),
-        routes=_stored_routes(sample),
+        **remote,
     )
-
-
-def _stored_routes(sample: Sample) -> Any:
-    if sample.finish_reason is None or not sample.routes:
-        return None
-    first = sample.routes[0]
-    return first.dtype.name, (sum(map(len, sample.routes)), *first.shape[1:])
 
 
 def restored_groups(
     stored: Sequence[StoredGroup],
     prompts: Sequence[np.ndarray],
-    routes: Mapping[tuple[int, int], np.ndarray] | None = None,
+    files: Mapping[str, Mapping[tuple[int, int], np.ndarray]] | None = None,
 ) -> tuple[PartialGroup, ...]:
     """Restores partial groups; `prompts` int32 [n] each are those at the groups' positions.
 
-    `routes` are those of the checkpoint's file, by the numbers of group and sample.
+    `files` are the remote arrays of the checkpoint's files by name, and by the numbers of group and sample.
     """
-    of_file = {key: (own,) for key, own in (routes or {}).items()}
-    return tuple(
-        PartialGroup(
-            group.position,
-            group.step,
-            tuple(
-                _sample(i, own, prompt, of_file.get((number, i), own.inline_routes))
-                for i, own in enumerate(group.samples)
-            ),
-        )
-        for number, (group, prompt) in enumerate(zip(stored, prompts, strict=True))
-    )
+    groups = []
+    for number, (group, prompt) in enumerate(zip(stored, prompts, strict=True)):
+        samples = []
+        for i, own in enumerate(group.samples):
+            of_files = {
+                n: file[number, i] for n, file in (files or {}).items() if (number, i) in file
+            }
+            samples.append(_sample(i, own, prompt, own.inline_arrays | of_files))
+        groups.append(PartialGroup(group.position, group.step, tuple(samples)))
+    return tuple(groups)
 
 
-def _sample(number: int, stored: StoredSample, prompt: np.ndarray, routes: Routes) -> Sample:
+def _sample(
+    number: int, stored: StoredSample, prompt: np.ndarray, remote: Mapping[str, np.ndarray]
+) -> Sample:
     turns = _repeated(stored.turns).astype(bool)
+    whole = {name: TOKEN_ARRAYS[name].of(values, len(values)) for name, values in remote.items()}
     return Sample(
         number,
         np.asarray(prompt, np.int32),
         _array("tokens", stored.tokens, TOKENS, stored.count),
         turns if stored.turns else np.ones(stored.count, bool),
-        stored.token_arrays,
+        stored.token_arrays | whole,
         stored.finish_reason,
         tuple(json.loads(stored.messages)),
-        routes,
     )
 
 

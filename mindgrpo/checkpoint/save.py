@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
-from mindgrpo.checkpoint import routes
+from mindgrpo.checkpoint import remote_files
 from mindgrpo.checkpoint.folders import folder_of, partial_of
 from mindgrpo.checkpoint.format import (
     FLOAT_BYTES,
@@ -180,7 +180,7 @@ class _Work:
 
     step: int
     complete: Complete
-    routes: StoredFile | None = None
+    remote: Mapping[str, StoredFile] = field(default_factory=dict)
     shard: SavedShard | None = None
     error: str | None = None
     thread: threading.Thread | None = None
@@ -246,24 +246,25 @@ class Saver:
         complete: Complete,
         background: bool,
         bring: Callable[[str], None] = lambda role: None,
-        tensors: routes.Tensors | None = None,
-        arrays: Iterable[np.ndarray] = (),
+        tensors: Mapping[str, remote_files.Tensors] | None = None,
+        arrays: Mapping[str, Iterable[np.ndarray]] | None = None,
     ) -> int:
         """Saves the values of this moment; returns the bytes of all ranks.
 
-        `bring` brings a role into memory; one is read at a time. `arrays` are the experts of tokens that `tensors`
-        describes: all ranks go through them together, and those of the first rank are written at once.
+        `bring` brings a role into memory; one is read at a time. `arrays` are the remote arrays that `tensors`
+        describe, by name: all ranks go through them together, and those of the first rank are written at once.
         """
         assert self._work is None, "the checkpoint before was not committed"
         layouts = {role: weights.layout for role, weights in roles.items()}
         if self._planned != layouts:
             self._plan = plan_chunks(layouts, self._backend.world_size)
             self._planned = layouts
-        total = sum(shard_bytes(chunks) for chunks in self._plan) + routes.num_bytes(tensors or {})
+        total = sum(shard_bytes(chunks) for chunks in self._plan)
+        total += sum(remote_files.num_bytes(of_file) for of_file in (tensors or {}).values())
         on_first_rank(self._backend, lambda: self._make_folder(step, total))
         chunks = self._plan[self._backend.rank]
-        of_routes = self._write_routes(step, tensors, arrays) if tensors else None
-        work = self._work = _Work(step, complete, of_routes)
+        remote = self._write_remote(step, tensors, arrays) if tensors and arrays else {}
+        work = self._work = _Work(step, complete, remote)
         path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
         if not chunks:
             return total
@@ -277,8 +278,8 @@ class Saver:
                 work.error = f"{path.name}: the host has no memory for a copy"
                 return total
         # taken out one by one, so that memory goes back as the disk takes it
-        arrays = (copies.popleft() for _ in chunks)
-        work.thread = threading.Thread(target=work.write, args=(path, chunks, arrays))
+        taken = (copies.popleft() for _ in chunks)
+        work.thread = threading.Thread(target=work.write, args=(path, chunks, taken))
         work.thread.start()
         return total
 
@@ -297,19 +298,23 @@ class Saver:
                 shutil.rmtree(partial)
             partial.mkdir()
 
-    def _write_routes(
-        self, step: int, tensors: routes.Tensors, arrays: Iterable[np.ndarray]
-    ) -> StoredFile | None:
-        """Writes the file on rank 0 and describes it there; all ranks together. Raises NotWritten."""
-        partial, left = partial_of(self._run, step), iter(arrays)
-        written, error = None, None
-        if self._backend.rank == 0:
-            try:
-                written = routes.write_routes(partial / routes.FILE, tensors, left)
-            except OSError as failed:
-                error = f"{routes.FILE}: {failed.strerror}"
-        # The other ranks pass on theirs to the end.
-        deque(left, maxlen=0)
+    def _write_remote(
+        self,
+        step: int,
+        tensors: Mapping[str, remote_files.Tensors],
+        arrays: Mapping[str, Iterable[np.ndarray]],
+    ) -> dict[str, StoredFile]:
+        """Writes the files on rank 0 and describes them there; all ranks together. Raises NotWritten."""
+        partial, written, error = partial_of(self._run, step), dict[str, StoredFile](), None
+        for name, of_file in tensors.items():
+            file, left = remote_files.file_of(name), iter(arrays[name])
+            if self._backend.rank == 0 and error is None:
+                try:
+                    written[file] = remote_files.write_file(partial / file, of_file, left)
+                except OSError as failed:
+                    error = f"{file}: {failed.strerror}"
+            # The other ranks pass on theirs to the end.
+            deque(left, maxlen=0)
 
         def check() -> None:
             if error is not None:
@@ -349,7 +354,7 @@ class Saver:
                     raise NotWritten(
                         f"{partial / shard.name} is not seen by rank 0: all hosts need the same folder"
                     )
-            stored = self._stored([shard for shard, _ in results], work.routes)
+            stored = self._stored([shard for shard, _ in results], work.remote)
             manifest = work.complete(stored)
             with _reasons(partial):
                 _write_manifest(partial, manifest)
@@ -361,7 +366,7 @@ class Saver:
             raise
 
     def _stored(
-        self, shards: list[SavedShard | None], of_routes: StoredFile | None
+        self, shards: list[SavedShard | None], remote: Mapping[str, StoredFile]
     ) -> dict[str, object]:
         """Returns the manifest's `files`, `tensors` and `sums` of what the ranks wrote."""
         tensors = {
@@ -380,7 +385,7 @@ class Saver:
                 sums[chunk.role][chunk.name] = (sums[chunk.role][chunk.name] + words) % (1 << 64)
         files = {shard.name: shard.file for shard in shards if shard is not None}
         return {
-            "files": files if of_routes is None else files | {routes.FILE: of_routes},
+            "files": {**files, **remote},
             "tensors": tensors,
             "sums": {role: joined(of_role) for role, of_role in sums.items()},
         }

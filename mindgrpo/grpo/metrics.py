@@ -17,7 +17,8 @@ from mindgrpo.algorithm.advantages import zero_std_groups
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.non_finite import NonFinite
 from mindgrpo.algorithm.rollout_correction import RolloutCorrection
-from mindgrpo.algorithm.sample import LENGTH, TOKEN_ARRAYS, TrainBatch
+from mindgrpo.algorithm.sample import LENGTH, TrainBatch
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.backend.rank_consistency import digest
 from mindgrpo.config import Config
 from mindgrpo.grpo.roles import Roles, TrainedRoles
@@ -84,8 +85,6 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
     return {
         "prompts": digest(rollout.prompt_ids),
         "completions": digest(rollout.completion_ids, rollout.finish_reasons, rollout.action_mask),
-        # Who computes tokens has their experts.
-        "tokens with experts": digest([list(map(len, own)) for own in rollout.routes or ()]),
         **{TOKEN_ARRAYS[name].title: digest(rows) for name, rows in rollout.token_arrays.items()},
         "rewards": digest(rewards),
         "the reference's log-probs": digest(batch.reference_logps),
@@ -225,14 +224,8 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
             "partial_rollout/stale_token_fraction": partial.stale_tokens,
             "prompts_used": prompts_used,
         }
-    loads = [own.expert_load for own in outcome.reports if own.expert_load is not None]
-    if loads:
-        metrics["moe/load_max"] = max(loads)
-        first = outcome.reports[0]
-        metrics["moe/routes_replayed"] = first.routes_replayed
-        if first.routes_changed is not None:
-            metrics["moe/routes_changed"] = first.routes_changed
-        metrics |= margin_metrics(first)
+    if outcome.reports and (experts := outcome.reports[0].experts) is not None:
+        metrics |= experts.metrics()
     if outcome.correction is not None:
         metrics |= {
             "importance_weight/mean": outcome.correction.mean,
@@ -248,13 +241,6 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
     if outcome.batch.rejected is not None:
         metrics["rejected_fraction"] = float(outcome.batch.rejected.mean())
     return metrics
-
-
-def margin_metrics(report: UpdateReport) -> dict[str, float]:
-    """Returns by how much routers chose before the update; nothing where no pass told."""
-    if (margins := report.margins) is None:
-        return {}
-    return {"moe/margin_mean": margins.mean, "moe/margin_min": margins.least}
 
 
 def logprob_gap(

@@ -37,7 +37,8 @@ from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.grpo.state import Run, State
 from mindgrpo.grpo.updates import agree_on_batch, make_updates
-from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
+from mindgrpo.models.expert_routes import StepExperts
+from mindgrpo.models.pipeline import ForwardPipeline, record_log_probs
 from mindgrpo.rewards.scores import Scores, mean_of
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.engine import Capabilities, RolloutStats, SeedKey
@@ -88,11 +89,11 @@ class Stepper:
         greedy = self.greedy_rewards(step, rollout)
         packed = PackedRollout(rollout)
         reference_logps = self._reference_logps(packed)
-        old_logps = self._old_logps(rollout, packed)
+        old_logps, experts = self._old_logps(rollout, packed)
         batch, correction, bad = self._train_batch(
             step, rollout, scored, greedy, old_logps, reference_logps
         )
-        reports, skipped, lr = self._update(step, batch, packed, bad)
+        reports, skipped, lr = self._update(step, batch, packed, bad, experts)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
         compiles = len(self.backend.compile_log.entries) - compiles
@@ -262,30 +263,33 @@ class Stepper:
         reference = self.roles.reference
         if reference is None:
             return None
-        return self._log_probs("reference", reference.pipeline, reference.weights, packed)
+        pipeline, weights = reference.pipeline, reference.weights
+        return self._log_probs("reference", pipeline, weights, packed)[0]
 
-    def _old_logps(self, rollout: Rollout, packed: PackedRollout) -> Arrays | None:
-        """Returns the policy's log-probs before the step's first update, where they are needed.
+    def _old_logps(
+        self, rollout: Rollout, packed: PackedRollout
+    ) -> tuple[Arrays | None, StepExperts | None]:
+        """Returns the policy's log-probs before the step's first update, where they are needed, and a pass's experts.
 
         With batch-invariant kernels the generator's are the same, but for tokens that older weights wrote.
         """
         rl = self.config.rl_config
         if rl.old_source == "generator":
-            return rollout.generator_logps
+            return rollout.generator_logps, None
         several = self._run.inputs.plan.batch.updates_per_step > 1 and rl.enable_oldpolicy
         if not several and not rl.needs_old:
-            return None
+            return None, None
         if self.backend.kernels.batch_invariant and self.partial is None:
-            return rollout.generator_logps
+            return rollout.generator_logps, None
         policy = self.roles.policy
         return self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
 
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
-    ) -> Arrays:
+    ) -> tuple[Arrays, StepExperts | None]:
         with self._phase(phase), self.backend.computing():
             self.roles.enter(phase)
-            return compute_log_probs(pipeline, weights.layout.mesh, self.backend, packed)
+            return record_log_probs(pipeline, weights.layout.mesh, self.backend, packed)
 
     def _train_batch(
         self,
@@ -337,7 +341,12 @@ class Stepper:
         return own
 
     def _update(
-        self, step: int, batch: TrainBatch, packed: PackedRollout, bad: tuple[int, NonFinite] | None
+        self,
+        step: int,
+        batch: TrainBatch,
+        packed: PackedRollout,
+        bad: tuple[int, NonFinite] | None,
+        experts: StepExperts | None,
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
         """Makes the step's updates (`make_updates`). Raises GapTooLarge before the weights have changed."""
         plan = self._run.inputs.plan.batch
@@ -357,6 +366,7 @@ class Stepper:
                 lambda index: self._run.learning_rate(first + index),
                 bad,
                 check,
+                experts,
             )
 
     def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:

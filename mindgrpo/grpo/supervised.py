@@ -17,7 +17,7 @@ from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.data.supervised import as_sample
 from mindgrpo.grpo.evaluation import Evaluation
-from mindgrpo.grpo.metrics import StepOutcome, margin_metrics, resources
+from mindgrpo.grpo.metrics import StepOutcome, resources
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.grpo.scoring import Scored
 from mindgrpo.grpo.state import Run, State
@@ -27,7 +27,7 @@ from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import RolloutStats
 
 # What a run of GRPO has in its metrics and this one has not.
-_OF_ROLLOUTS = ("reshard/", "rollout/")
+_OF_ROLLOUTS = ("reshard/", "rollout/", "moe/routes_")
 
 
 def rows_as_rollout(rows: Sequence[Prompt]) -> Rollout:
@@ -108,10 +108,10 @@ def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int
         "rows_used": rows_used,
         "weights_version": roles.policy.version,
     }
-    if report is not None and report.expert_load is not None:
-        metrics |= {"moe/load_max": report.expert_load, **margin_metrics(report)}
-    own = resources(outcome, roles).items()
-    return metrics | {key: value for key, value in own if not key.startswith(_OF_ROLLOUTS)}
+    if report is not None and report.experts is not None:
+        metrics |= report.experts.metrics()
+    metrics |= resources(outcome, roles)
+    return {key: value for key, value in metrics.items() if not key.startswith(_OF_ROLLOUTS)}
 
 
 def held_out_loss(roles: TrainedRoles, rows: Sequence[Prompt]) -> float:

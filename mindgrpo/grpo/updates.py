@@ -12,6 +12,7 @@ from mindgrpo.algorithm.sample import TrainBatch
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import check_alike
 from mindgrpo.grpo.metrics import SkippedUpdate, step_digests
+from mindgrpo.models.expert_routes import StepExperts
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import UpdateReport, update
 
@@ -44,15 +45,19 @@ def make_updates(
     learning_rate: Callable[[int], float],
     bad: tuple[int, NonFinite] | None,
     check: Callable[[UpdateReport], None] | None = None,
+    experts: StepExperts | None = None,
 ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
     """Makes one update of each of `shares`, samples of the batch; returns reports, skipped updates and the last rate.
 
     `learning_rate` is by the update's number in the step. Skips all of them where `bad` names a number of the batch
-    that is not finite. Raises what `check` raises of the first report, before the weights have changed.
+    that is not finite. Raises what `check` raises of the first report, before the weights have changed. `experts` are
+    as in `update`.
     """
     reports: list[UpdateReport] = []
     skipped: list[SkippedUpdate] = []
     lr = 0.0
+    if bad is None:
+        experts = experts or policy.pipeline.experts_of(packed)
     for index, share in enumerate(shares):
         members = share.tolist()
         lr = learning_rate(index)
@@ -60,7 +65,8 @@ def make_updates(
             skipped.append(SkippedUpdate(index, members, lr, bad[1], bad[0]))
             continue
         try:
-            reports.append(update(policy, batch, packed, members, lr, None if reports else check))
+            own_check = None if reports else check
+            reports.append(update(policy, batch, packed, members, lr, own_check, experts))
         except NonFiniteUpdate as error:
             skipped.append(SkippedUpdate(index, members, lr, error.number, error.rank))
     return reports, skipped, lr

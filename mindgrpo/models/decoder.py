@@ -16,6 +16,7 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.attention import Attention
+from mindgrpo.models.expert_plan import ExpertInputs
 from mindgrpo.models.latent_attention import LatentAttention
 from mindgrpo.models.log_probs import TokenLogProbs
 from mindgrpo.models.moe import MixtureOfExperts, SharedExpert
@@ -26,27 +27,19 @@ from mindgrpo.models.shard import Shard
 
 class StageInputs(NamedTuple):
     """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3], and columns
-    int32 [G, R, T / G] of the G ranks that share the rows; of layers with experts routes, their plan, and `balance`.
+    int32 [G, R, T / G] of the G ranks that share the rows. ExpertInputs follow where layers read a plan of experts.
 
-    As in backend/kernels/contract.py and expert_plan.py. Graphs take these in this order: a new input is a field here
-    and of the micro-batch, and is named again only by the cell that reads it.
+    As in backend/kernels/contract.py. Graphs take these in this order: a new input is a field here and of the
+    micro-batch, and is named again only by the cell that reads it.
     """
 
     positions: Any
     spans: Any
     columns: Any
-    routes: Any
-    order: Any
-    counts: Any
-    home: Any
-    by_expert: Any
-    as_arrived: Any
-    balance: Any
 
 
-# The inputs of layers with experts, which follow those of all layers.
-OF_ALL_LAYERS = 3
-PLAN = StageInputs._fields[OF_ALL_LAYERS:]
+OF_ALL_LAYERS = len(StageInputs._fields)
+OF_EXPERTS = len(ExpertInputs._fields)
 
 
 class HeadInputs(NamedTuple):
@@ -182,8 +175,8 @@ class Layer(nn.Cell):
     """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
 
     A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
-    `context` as in attention.py. With experts, if it `reads_plan`, behind the context follow routes and their plan, and
-    if it `chooses`, its choice follows the pair. `is_cached`: `attend` reads keys and values from the plain decoder's
+    `context` as in attention.py. With experts, if it `reads_plan`, behind the context follow its ExpertInputs, and if
+    it `chooses`, its choice follows the pair. `is_cached`: `attend` reads keys and values from the plain decoder's
     cache, or fills it.
     """
 
@@ -222,7 +215,7 @@ class Layer(nn.Cell):
         self.mlp_out = norm(norms.mlp_out)
         self.has_experts = shard.config.moe_of(index) is not None
         self.returns_choice = self.has_experts and chooses
-        self.of_plan = len(PLAN) if self.has_experts and reads_plan else 0
+        self.of_plan = OF_EXPERTS if self.has_experts and reads_plan else 0
 
     def construct(self, x: Any, added: Any, context: Any) -> Any:
         if self.is_entry:
@@ -290,7 +283,9 @@ class Rotary:
 
 
 class Stage(nn.Cell):
-    """A stage's layers: (tokens int32 [R, T] or x_NH, *StageInputs) -> x_NH; positions stay below `num_positions`.
+    """A stage's layers: (tokens int32 [R, T] or x_NH, *inputs) -> x_NH; positions stay below `num_positions`.
+
+    The `num_inputs` inputs are StageInputs, and ExpertInputs if it `reads_plan`.
 
     With `is_causal` each row is one run, as in backend/kernels/contract.py. A stage with experts that `chooses` them
     returns its layers' choices int32 [layers, N, K] and their margins float32 [layers, N] behind x. It reads no plan,
@@ -311,6 +306,7 @@ class Stage(nn.Cell):
         has_experts = [shard.config.layers[index].has_experts for index in shard.layers]
         self.chooses = chooses and any(has_experts)
         self.reads_plan = (replays or not chooses) and any(has_experts)
+        self.num_inputs = OF_ALL_LAYERS + (OF_EXPERTS if self.reads_plan else 0)
         # The number of each layer among those with experts.
         self.plan_of = tuple(
             sum(has_experts[:i]) if own else -1 for i, own in enumerate(has_experts)
@@ -346,7 +342,7 @@ class Stage(nn.Cell):
         return self.compute(x, inputs)
 
     def compute(self, x: Any, inputs: Any) -> Any:
-        """Computes the same from StageInputs as one tuple.
+        """Computes the same from the inputs as one tuple.
 
         MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
         """
@@ -355,18 +351,18 @@ class Stage(nn.Cell):
             return self.flows(x, contexts, len(self.layers))[-1]
         if self.is_first:
             x = self.embed(x.reshape(-1))
-        routes, margins = [], []
+        topk_ids, margins = [], []
         for i in range(len(self.layers)):
             if self.plan_of[i] >= 0:
                 x, choice = self.layers[i](x, contexts[i])
-                routes.append(choice[0])
+                topk_ids.append(choice[0])
                 margins.append(choice[1])
             else:
                 x = self.layers[i](x, contexts[i])
-        return x, ops.stack(routes), ops.stack(margins)
+        return x, ops.stack(topk_ids), ops.stack(margins)
 
     def contexts(self, inputs: Any) -> Any:
-        """Makes each layer's context of StageInputs."""
+        """Makes each layer's context of the inputs."""
         positions, spans, columns = inputs[:OF_ALL_LAYERS]
         tables = []
         for rope_and_mask in self.rope_and_masks:
@@ -441,12 +437,12 @@ class Head(nn.Cell):
 
 
 class LogProbStage(nn.Cell):
-    """A last stage: (x, *StageInputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels, and the stage's choices
+    """A last stage: (x, *its inputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels, and the stage's choices
     of experts where it returns some."""
 
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
-        self.stage, self.of_stage = stage, len(StageInputs._fields)
+        self.stage, self.of_stage = stage, stage.num_inputs
         self.all_tokens = shard.all_tokens()
         self.pick = shard.kernels.pick()
         self.norm = Norm(shard, "model.norm.weight")
@@ -465,7 +461,7 @@ class LogProbStage(nn.Cell):
         return self.compute(x, inputs)
 
     def compute(self, x: Any, inputs: Any) -> Any:
-        """Computes the same from (*StageInputs, *HeadInputs) as one tuple, like Stage."""
+        """Computes the same from (*its inputs, *HeadInputs) as one tuple, like Stage."""
         made = self.stage.compute(x, inputs[: self.of_stage])
         if not self.stage.chooses:
             return self.head(made, inputs[self.of_stage :])

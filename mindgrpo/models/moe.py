@@ -21,10 +21,9 @@ from mindgrpo.weights.expert_files import BIAS
 class MixtureOfExperts(nn.Cell):
     """(x_NH, plan) -> (y_NH, choice): a token's results, each times its score, summed in their order.
 
-    Where it `chooses`, by the router's scores, it returns its choice, routes int32 [N, K] and their margins float32
-    [N]. With `reads_plan` the experts are those of the
-    plan, which has the routes and their ExpertPlan (expert_plan.py); without, they are its choice. Scores are always
-    those of x now, so that the router learns by whatever experts were chosen.
+    Where it `chooses`, by the router's scores, it returns its choice, topk_ids int32 [N, K] and their margins float32
+    [N]. With `reads_plan` the experts are those of the plan, a layer's ExpertInputs (expert_plan.py); without, they are
+    its choice. Scores are always those of x now, so that the router learns by whatever experts were chosen.
     """
 
     def __init__(
@@ -53,14 +52,14 @@ class MixtureOfExperts(nn.Cell):
     def construct(self, x: Any, plan: Any) -> Any:
         gate = self.exact_gate(self.gate)
         if self.reads_plan:
-            routes, order, counts, home, by_expert, as_arrived, balance = plan
-            choice = routes
+            topk_ids, order, counts, home, by_expert, as_arrived, balance = plan
+            choice = topk_ids
             y = self.experts(self.take(x, order, home), counts, by_expert, as_arrived)
         else:
             choice = self.chosen(x, gate)
-            routes = choice[0]
-            y, order, home = self.experts(x, routes)
-        scores = self.router(x, gate, routes)
+            topk_ids = choice[0]
+            y, order, home = self.experts(x, topk_ids)
+        scores = self.router(x, gate, topk_ids)
         if self.balances:
             scores = self.balance(scores, x, gate, balance)
         out = self.sum(y, scores, order, home)
@@ -82,7 +81,7 @@ class Balance(nn.Cell):
 
     x and the weight get the gradient of sum_ne b_n p_ne b_(N + e), where p [N, E] is the softmax of the router's
     logits: of a loss that balances experts (arXiv:2101.03961, equations 4 to 6), in which the load is a constant
-    (expert_plan.balance).
+    (expert_routes.balance).
     """
 
     def __init__(self) -> None:
@@ -169,7 +168,7 @@ class SpreadExperts(nn.Cell):
 
 
 class ChosenExperts(nn.Cell):
-    """(x_NH, routes [N, K]) -> (results by slot [N K, H], order [N K], home [N, K]); not for gradients.
+    """(x_NH, topk_ids [N, K]) -> (results by slot [N K, H], order [N K], home [N, K]); not for gradients.
 
     Each rank computes its experts for the tokens of all, as nobody knows beforehand how many they will be.
     """
@@ -189,18 +188,18 @@ class ChosenExperts(nn.Cell):
             self.gather, self.total = group.gather_cell(), group.sum_cell()
             self.scatter = group.scatter_sum_cell()
 
-    def construct(self, x: Any, routes: Any) -> Any:
+    def construct(self, x: Any, topk_ids: Any) -> Any:
         count = x.shape[0]
         if self.size == 1:
-            order, counts, home = self.sort(routes)
+            order, counts, home = self.sort(topk_ids)
             rows = self.take(x, order, home)
             return self.experts(rows, counts, order, home), order, home
         if not self.is_shared:
             x = self.gather(x).reshape(-1, x.shape[1])
             # In one order on all ranks; float32 has all numbers of experts.
-            routes = self.gather(ops.depend(ops.cast(routes, ms.float32), x))
-            routes = ops.cast(routes.reshape(-1, self.slots), ms.int32)
-        order, counts, home = self.sort(self.own(routes))
+            topk_ids = self.gather(ops.depend(ops.cast(topk_ids, ms.float32), x))
+            topk_ids = ops.cast(topk_ids.reshape(-1, self.slots), ms.int32)
+        order, counts, home = self.sort(self.own(topk_ids))
         y = self.experts(self.take(x, order, home), counts, order, home)
         y = self.take(y, home.reshape(-1), ops.expand_dims(order, 1))
         y = self.total(y) if self.is_shared else self.by_rank(y)
@@ -211,9 +210,9 @@ class ChosenExperts(nn.Cell):
         """Sums what all ranks have of this one's tokens."""
         return self.scatter(y.reshape(self.size, -1, y.shape[1]))
 
-    def own(self, routes: Any) -> Any:
+    def own(self, topk_ids: Any) -> Any:
         """Numbers this rank's experts from 0; others are -1."""
-        local = routes - self.first
+        local = topk_ids - self.first
         is_own = ops.cast(ops.logical_and(local >= 0, local < self.count), ms.int32)
         return (local + 1) * is_own - 1
 

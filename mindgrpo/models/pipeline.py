@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -16,13 +15,12 @@ from typing import Any
 import numpy as np
 from mindspore import GRAPH_MODE, Tensor, get_context, nn
 
-from mindgrpo.algorithm.packing import Margins, MicroBatch, MicroShape, PackedRollout
+from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.schedule import Actions, Exchange, Pass, pipeline_schedule
 from mindgrpo.backend.contract import Backend, Group, Link
 from mindgrpo.models.decoder import (
     KEEP_ALL,
-    PLAN,
     HeadInputs,
     LogProbStage,
     Recompute,
@@ -31,28 +29,9 @@ from mindgrpo.models.decoder import (
     StageInputs,
     tensors_of,
 )
-from mindgrpo.models.expert_plan import (
-    ALL_TOKENS,
-    Choices,
-    ExpertSpread,
-    TokenShare,
-    balance,
-    balance_factors,
-    capacity,
-    count_choices,
-    load_by_expert,
-    load_of_fullest,
-    margins_of,
-    merge_routes,
-    plan_experts,
-    plan_spread,
-    routes_by_sample,
-    routes_of,
-    rows_by_expert,
-    with_plan,
-)
-from mindgrpo.models.route_exchange import ReplayedRoutes
-from mindgrpo.models.shard import LOGITS_BYTES, Shard, routing
+from mindgrpo.models.expert_plan import ExpertInputs
+from mindgrpo.models.expert_routes import Choices, StageExperts, StepExperts
+from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
 # Of a micro-batch's predicting positions, log-probs and entropies, float32 [M] each; or of a sample's completion.
@@ -65,7 +44,7 @@ class StageChunk:
     With `keeps_flows`, it also returns what its layers get, for a backward pass; the last one by a graph of its own, or
     not at all (Stage.hands_inputs_on). `planned` are its layers among those of the stage that have experts: with them,
     `forward` is another graph than what hands flows on, as it chooses experts and the other reads a plan. `replaying`,
-    which is for micro-batches with a plan, chooses as well, but computes what is planned.
+    which is for micro-batches with ExpertInputs, chooses as well, but computes what is planned.
     """
 
     def __init__(
@@ -113,12 +92,14 @@ class StageChunk:
         self.layers = self.forward if is_same else backend.graph(own, f"{name} layers")
         self._planned = planned
 
-    def run(self, x: Tensor, batch: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
+    def run(
+        self, x: Tensor, batch: MicroBatch, experts: ExpertInputs | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs `forward`, or `replaying` a plan; returns what comes out, and what Stage returns of its choices."""
-        inputs = self.inputs(batch)
+        inputs = self.inputs(batch, experts)
         if self.is_last:
             inputs += tensors_of(HeadInputs, batch)
-        made = (self.replaying if batch.is_planned else self.forward)(x, *inputs)
+        made = (self.forward if experts is None else self.replaying)(x, *inputs)
         out = list(made) if isinstance(made, tuple) else [made]
         chosen = out[-2:] if self.records else []
         return out[: len(out) - len(chosen)], chosen
@@ -129,11 +110,12 @@ class StageChunk:
         y, *flows = made if isinstance(made, tuple) else (made,)
         return y, flows
 
-    def inputs(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Returns the StageInputs of a micro-batch; of a planned one, the plan of the chunk's layers."""
-        if self.records and batch.is_planned:
-            batch = replace(batch, **{name: getattr(batch, name)[self._planned] for name in PLAN})
-        return tensors_of(StageInputs, batch)
+    def inputs(self, batch: MicroBatch, experts: ExpertInputs | None) -> tuple[Tensor, ...]:
+        """Returns the StageInputs of a micro-batch, and the ExpertInputs of the chunk's layers."""
+        inputs = tensors_of(StageInputs, batch)
+        if self.records and experts is not None:
+            inputs += tuple(map(Tensor, experts.of_layers(self._planned)))
+        return inputs
 
 
 class HandOvers:
@@ -193,11 +175,6 @@ class ForwardPipeline:
         layers = shard.config.layers
         ends = np.cumsum([sum(layers[i].has_experts for i in own.layers) for own in shard.chunks])
         planned = [slice(*ends_of) for ends_of in pairwise([0, *ends.tolist()])]
-        with_experts = [i for i, kind in enumerate(layers) if kind.has_experts]
-        # The stage's layers with experts among all of them.
-        self.expert_layers = [
-            with_experts.index(i) for own in shard.chunks for i in own.layers if i in with_experts
-        ]
         self.chunks = tuple(
             StageChunk(
                 own,
@@ -216,12 +193,7 @@ class ForwardPipeline:
         self.stage_index = mesh.index(rank, "pp")
         self.num_stages = mesh.pp
         ranks = mesh.group(rank, ("pp",))
-        self._world = backend.world
-        # With the same layers, they compute other tokens.
-        self.same_layers = backend.group(mesh.group(rank, ("dp", "cp", "mp"))) if ends[-1] else None
-        self._token_share = TokenShare(shard.group.index, shard.token_shares)
-        if shard.token_shares == 1:
-            self._token_share = ALL_TOKENS
+        self.experts = None if shard.config.moe is None else StageExperts(shard, backend)
         activations = self.activations(widest.tokens)
         self.links: dict[int, Link] = {}
         # In one order on all ranks: each end waits for the other's.
@@ -248,12 +220,24 @@ class ForwardPipeline:
         sizes = self.num_stages, len(self.chunks), num_micro_batches
         return pipeline_schedule(*sizes, has_backward)[self.stage_index]
 
+    def batches_of(
+        self, packed: PackedRollout, members: Sequence[int] | None = None
+    ) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of samples `members`, None for all."""
+        mesh, rank = self.shard.weights.layout.mesh, self.shard.weights.rank
+        share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
+        shape = self.shapes.choose(packed, mesh.dp, members)
+        return packed.micro_batches(shape, mesh.dp, share, members, part)
+
     def log_probs(
-        self, batches: Sequence[MicroBatch], choices: list[Choices] | None = None
-    ) -> list[Predictions] | None:
+        self,
+        batches: Sequence[MicroBatch],
+        experts: Sequence[ExpertInputs] | None = None,
+        keeps_choices: bool = False,
+    ) -> tuple[list[Predictions] | None, list[Choices]]:
         """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage.
 
-        `choices` gets those of every micro-batch's tokens, in the stage's layers with experts.
+        With them, if it `keeps_choices`, those of every micro-batch's tokens, in the stage's layers with experts.
         """
         results = []
         recorded: list[list[Choices]] = [[] for _ in batches]
@@ -266,135 +250,52 @@ class ForwardPipeline:
             if action.chunk == 0:
                 self.progress(action.micro_batch, len(batches))
             x = Tensor(batch.tokens) if chunk.is_first else others.take(action)
+            planned = None if experts is None else experts[action.micro_batch]
             with self.span(action):
-                out, chosen = chunk.run(x, batch)
-                if chosen and choices is not None:
+                out, chosen = chunk.run(x, batch, planned)
+                if chosen and keeps_choices:
                     made = Choices(*(own.asnumpy() for own in chosen))
                     recorded[action.micro_batch].append(made)
                 if not chunk.is_last:
                     others.make(action, out[0])
                     continue
                 results.append((out[0].asnumpy(), out[1].asnumpy()))
-        if choices is not None:
-            for own in filter(None, recorded):
-                choices.append(Choices(*map(np.concatenate, zip(*own, strict=True))))
-        return results if self.has_head else None
+        choices = [Choices(*map(np.concatenate, zip(*own, strict=True))) for own in recorded if own]
+        return results if self.has_head else None, choices
 
     def record(
         self, batches: Sequence[MicroBatch], packed: PackedRollout
-    ) -> list[Predictions] | None:
-        """Returns log_probs; of a model with experts that is trained, `packed` keeps the routes of its samples: the
-        rollout's, or those that are chosen now.
+    ) -> tuple[list[Predictions] | None, StepExperts | None]:
+        """Returns log_probs, and of a model with experts that is trained those of the samples: the generator's, or
+        those that are chosen now.
 
         All ranks together; the micro-batches of those with the same layers have all samples.
         """
-        moe = self.shard.config.moe
-        if moe is None or not self.is_trained:
-            return self.log_probs(batches)
-        choices: list[Choices] = []
-        if self.takes_routes(packed):
-            results = self.replay(batches, packed, choices)
-            self._measure(batches, packed, choices)
-            return results
-        results, packed.routes = self.log_probs(batches, choices), {}
-        self._measure(batches, packed, choices)
-        # A stage may have no layer with experts.
-        if self.same_layers is not None:
-            routes = [own.routes for own in choices]
-            own = routes_by_sample(batches, routes, self._token_share)
-            by_rank = self.same_layers.gather_objects(own)
-            packed.routes = merge_routes(by_rank)
-            packed.expert_load = load_of_fullest(self.load(packed))
-        return results
-
-    def _measure(
-        self, batches: Sequence[MicroBatch], packed: PackedRollout, choices: Sequence[Choices]
-    ) -> None:
-        """Adds up the margins of choices for all samples, once a step."""
-        moe = self.shard.config.moe
-        if packed.margins is None and moe is not None and routing(moe).has_rest:
-            packed.margins = Margins()
-            for batch, own in zip(batches, choices, strict=bool(choices)):
-                packed.margins += margins_of(batch, own.margins, self._token_share)
-
-    def takes_routes(self, packed: PackedRollout) -> bool:
-        """Takes the rollout's routes of the stage's layers, if it has some (arXiv:2510.11370, router replay)."""
-        moe, routes = self.shard.config.moe, packed.rollout.routes
-        if moe is None or routes is None:
-            return False
-        if packed.routes is None:
-            packed.routes = ReplayedRoutes(routes, self.expert_layers, self._world)
-            load = self.load(packed)
-            if packed.routes:
-                packed.expert_load = load_of_fullest(load)
-        return True
-
-    def load(self, packed: PackedRollout, members: Sequence[int] | None = None) -> np.ndarray:
-        """Returns load_by_expert of `members` (None: all samples), whose routes are known, in the stage's layers; all
-        ranks together, each of which counts a part of the samples."""
-        moe, group, routes = self.shard.config.moe, self.same_layers, packed.routes
-        assert moe is not None and routes is not None
-        samples = list(range(len(packed.rollout)) if members is None else members)
-        if isinstance(routes, ReplayedRoutes):
-            return routes.load(samples, moe.num_experts)
-        if group is None:
-            return np.zeros((0, moe.num_experts), np.int64)
-        samples = samples[group.index :: group.size]
-        own = load_by_expert((routes[i] for i in samples), len(self.expert_layers), moe.num_experts)
-        return np.sum(group.gather_objects(own), 0)
+        if self.experts is None or not self.is_trained:
+            return self.log_probs(batches)[0], None
+        experts = self.experts.replayed(packed.rollout)
+        inputs = None if experts is None else experts.inputs(batches)
+        results, choices = self.log_probs(batches, inputs, keeps_choices=True)
+        if experts is None:
+            return results, self.experts.recorded(batches, choices, len(packed.rollout))
+        return results, experts.compared(inputs, choices).measured(batches, choices)
 
     def replay(
-        self,
-        batches: Sequence[MicroBatch],
-        packed: PackedRollout,
-        choices: list[Choices] | None = None,
-    ) -> list[Predictions] | None:
-        """Returns log_probs by the routes that `packed` has, which counts where others would be chosen."""
-        planned, choices = self.planned(batches, packed), [] if choices is None else choices
-        results = self.log_probs(planned, choices)
-        if packed.rollout.routes is not None:
-            for batch, own in zip(planned, choices, strict=bool(choices)):
-                packed.choices += count_choices(own.routes, batch.routes)
-        return results
+        self, batches: Sequence[MicroBatch], experts: StepExperts | None
+    ) -> tuple[list[Predictions] | None, StepExperts | None]:
+        """Returns log_probs by the experts of a step, which then count where others would be chosen."""
+        if experts is None:
+            return self.log_probs(batches)[0], None
+        inputs = experts.inputs(batches)
+        results, choices = self.log_probs(batches, inputs, keeps_choices=True)
+        return results, experts.compared(inputs, choices)
 
-    def planned(
-        self,
-        batches: Sequence[MicroBatch],
-        packed: PackedRollout,
-        members: Sequence[int] | None = None,
-        scale: float = 1.0,
-    ) -> Sequence[MicroBatch]:
-        """Returns the micro-batches with plans of the routes that are known; where none are, `batches`.
-
-        All ranks together. With `members`, the samples of an update, experts are balanced, by a loss
-        `scale` times as large.
-        """
-        moe = self.shard.config.moe
-        if packed.routes is None or moe is None:
-            return batches
-        if isinstance(packed.routes, ReplayedRoutes):
-            own_rows = (row for batch in batches for row in batch.rows)
-            packed.routes.fetch(placed.sample for row in own_rows for placed in row)
-        balances: list[np.ndarray | None] = [None] * len(batches)
-        if members is not None and moe.balance_coef > 0:
-            load = self.load(packed, members)
-            num_layers = sum(kind.has_experts for kind in self.shard.config.layers)
-            factors = balance_factors(load, moe.per_token, moe.balance_coef * scale / num_layers)
-            balances = [balance(batch, factors, self._token_share) for batch in batches]
-        if not packed.routes:
-            return batches
-        sizes = len(self.expert_layers), moe.per_token
-        routes = [routes_of(batch, packed.routes, sizes, self._token_share) for batch in batches]
-        mesh, group = self.shard.weights.layout.mesh, self.shard.expert_groups["ep", "emp"]
-        spread = ExpertSpread(mesh.ep, mesh.emp, group.index)
-        if spread.size == 1:
-            plans = [plan_experts(own, moe.num_experts) for own in routes]
-        else:
-            counts = np.stack([rows_by_expert(own, moe.num_experts) for own in routes])
-            sent = np.stack(group.gather_objects(counts))
-            rows = capacity(sent, spread, routes[0][0].size)
-            plans = [plan_spread(own, sent[:, i], spread, rows) for i, own in enumerate(routes)]
-        return list(map(with_plan, batches, routes, plans, balances))
+    def experts_of(self, packed: PackedRollout) -> StepExperts | None:
+        """Returns the generator's experts, or computes what is chosen now; None of a model without experts."""
+        if self.experts is None:
+            return None
+        replayed = self.experts.replayed(packed.rollout)
+        return replayed or self.record(self.batches_of(packed), packed)[1]
 
 
 def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:
@@ -437,13 +338,19 @@ def compute_log_probs(
 
     Runs forward only. `pipeline` is None on ranks outside of `mesh`.
     """
+    return record_log_probs(pipeline, mesh, backend, packed)[0]
+
+
+def record_log_probs(
+    pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
+) -> tuple[list[np.ndarray], StepExperts | None]:
+    """Returns log-probs as compute_log_probs, and the experts that `pipeline` records."""
     own: dict[int, np.ndarray] = {}
+    experts = None
     if pipeline is not None:
-        index = mesh.index(backend.rank, "dp")
-        shape = pipeline.shapes.choose(packed, mesh.dp)
-        part = mesh.index(backend.rank, "cp")
-        batches = packed.micro_batches(shape, mesh.dp, index, part=part)
-        samples = by_sample(batches, pipeline.record(batches, packed), pipeline.shard.context_group)
+        batches = pipeline.batches_of(packed)
+        results, experts = pipeline.record(batches, packed)
+        samples = by_sample(batches, results, pipeline.shard.context_group)
         if mesh.group(backend.rank, ("cp", "mp"))[0] == backend.rank:
             own = {i: logps for i, (logps, _) in samples.items()}
     merged: dict[int, np.ndarray] = {}
@@ -451,4 +358,4 @@ def compute_log_probs(
         merged |= logps_of_rank
     if len(merged) != len(packed.rollout):
         raise ValueError(f"log-probs of {len(merged)} of {len(packed.rollout)} samples arrived")
-    return [merged[i] for i in range(len(packed.rollout))]
+    return [merged[i] for i in range(len(packed.rollout))], experts

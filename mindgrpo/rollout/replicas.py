@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import ExpertRoutes, Request, Rollout, Sample, collect
+from mindgrpo.algorithm.sample import Request, Rollout, Sample, collect
+from mindgrpo.algorithm.token_arrays import RemoteSegment
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.backend.rank_consistency import RanksDisagree, different_ranks, digest
@@ -109,9 +110,9 @@ class Replicas:
     ) -> list[Sample]:
         index = self.mesh.index(self.backend.rank, "dp")
         shares = np.array_split(np.arange(len(requests)), self.mesh.dp)
-        own, known = draw([requests[i] for i in shares[index].tolist()]), dict[int, ExpertRoutes]()
+        own, known = draw([requests[i] for i in shares[index].tolist()]), dict[int, RemoteSegment]()
         owner = self.mesh.group(self.backend.rank, ("pp", "mp"))[0]
-        own = [sample.with_routes_of(owner, known) for sample in own]
+        own = [sample.held_by(owner, known) for sample in own]
         tokens = digest([sample.tokens for sample in own])
         by_rank = self.backend.world.gather_objects((own if self._is_first else [], tokens))
         for ranks in self.mesh.groups(("pp", "mp")):

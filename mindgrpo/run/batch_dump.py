@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from mindgrpo.algorithm.sample import TOKEN_ARRAYS, Rollout, Routes, Sample, TrainBatch
+from mindgrpo.algorithm.sample import Rollout, Sample, TrainBatch
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.errors import UserError
 
 FORMAT = "mindgrpo dump 4"
 BATCH, ARRAYS, CONFIG, MODEL = "batch.json", "batch.safetensors", "config_resolved.yaml", "hf"
-# Declared arrays whose files' names are others.
-FILE_NAMES = {"logps": "generator_logps", "versions": "weights_version"}
 BATCH_BY_TOKEN = ("reference_logps", "old_logps", "token_advantages", "rollout_is_weights")
-ROUTES = "routed_experts"
 BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
 
@@ -61,11 +59,9 @@ class Dump:
     rewards: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def with_routes(dump: Dump, routes: Sequence[Routes]) -> Dump:
-    """Returns the dump with those of its samples, which other ranks may have had."""
-    rollout = dump.batch.rollout
-    samples = zip(rollout.samples, routes, strict=True)
-    rollout = replace(rollout, samples=tuple(replace(s, routes=own) for s, own in samples))
+def with_arrays(dump: Dump, arrays: Mapping[str, Sequence[Any]]) -> Dump:
+    """Returns the dump with arrays of its samples that other ranks may have had."""
+    rollout = dump.batch.rollout.with_arrays(arrays)
     return replace(dump, batch=replace(dump.batch, rollout=rollout))
 
 
@@ -91,9 +87,8 @@ def _arrays(dump: Dump) -> dict[str, np.ndarray]:
         "prompt_ids": rollout.prompt_ids,
         "completion_ids": rollout.completion_ids,
         "action_mask": rollout.action_mask,
-        **{FILE_NAMES.get(name, name): rows for name, rows in rollout.token_arrays.items()},
+        **{TOKEN_ARRAYS[n].dump_name or n: rows for n, rows in rollout.token_arrays.items()},
         **{name: getattr(batch, name) for name in BATCH_BY_TOKEN},
-        ROUTES: rollout.routes and [np.concatenate(own) for own in rollout.routes],
     }
     for name, rows in by_token.items():
         if rows is not None:
@@ -139,18 +134,16 @@ def _dump_of(about: About, arrays: dict[str, np.ndarray]) -> Dump:
         return rows
 
     tokens = by_token(("prompt_ids", "completion_ids", "action_mask"))
-    files = {FILE_NAMES.get(name, name): name for name in TOKEN_ARRAYS}
-    declared = by_token(list(files))
-    routes = by_token([ROUTES]).get(ROUTES)
+    names = {array.dump_name or name: name for name, array in TOKEN_ARRAYS.items()}
+    declared = {names[own]: rows for own, rows in by_token(list(names)).items()}
     samples = (
         Sample(
             i,
             tokens["prompt_ids"][i],
             tokens["completion_ids"][i],
             tokens["action_mask"][i],
-            {files[file]: rows[i] for file, rows in declared.items()},
+            {n: TOKEN_ARRAYS[n].of(rows[i], len(rows[i])) for n, rows in declared.items()},
             reason,
-            routes=() if routes is None else (routes[i],),
         )
         for i, reason in enumerate(about.finish_reasons)
     )

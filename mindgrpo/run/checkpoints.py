@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mindgrpo.backend.remote_arrays import gathered
 from mindgrpo.checkpoint import folders
 from mindgrpo.checkpoint.folders import check_seen, to_delete
 from mindgrpo.checkpoint.format import (
@@ -24,7 +25,7 @@ from mindgrpo.checkpoint.format import (
     StoredShapes,
     stored_groups,
 )
-from mindgrpo.checkpoint.routes import tensors_of
+from mindgrpo.checkpoint.remote_files import tensors_of
 from mindgrpo.checkpoint.save import NotWritten, Saver
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
@@ -32,7 +33,6 @@ from mindgrpo.grpo.evaluation import Evaluation
 from mindgrpo.grpo.roles import TrainedRoles
 from mindgrpo.grpo.state import State
 from mindgrpo.health.rank_health import resume_command
-from mindgrpo.models.route_exchange import gathered_on_first_rank
 from mindgrpo.monitor.metrics import finite_or_null
 from mindgrpo.run.recorder import RunRecord
 from mindgrpo.run.resume import saved_roles
@@ -151,8 +151,11 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
-        tensors = tensors_of(stored.unfinished)
-        routes = [state.unfinished[group].samples[i].routes for group, i in tensors]
+        tensors, groups = tensors_of(stored.unfinished), state.unfinished
+        arrays = {
+            name: [groups[group].samples[i].arrays[name] for group, i in keys]
+            for name, keys in tensors.items()
+        }
         plan = self._roles.plan
         lora = plan.lora and StoredAdapters(
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
@@ -172,7 +175,7 @@ class RunCheckpoints:
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
                     tensors=tensors,
-                    arrays=gathered_on_first_rank(routes, self._backend.world),
+                    arrays={n: gathered(own, self._backend.world) for n, own in arrays.items()},
                 )
         except NotWritten as reason:
             self._failed(step, reason)

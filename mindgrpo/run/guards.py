@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.remote_arrays import gathered_arrays
 from mindgrpo.config import Config
 from mindgrpo.errors import CannotWrite, UserError
 from mindgrpo.grpo.metrics import StepOutcome
-from mindgrpo.models.route_exchange import gathered_on_first_rank
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.run import batch_dump as dump
 
@@ -77,19 +77,16 @@ class NanGuard:
                 has_weights = True
             except CannotWrite as failed:
                 self._say(f"  warning: the weights are not kept: {failed}")
-        kept, rollout = None, outcome.batch.rollout
-        if rollout.routes is not None:
-            routes = [(own,) for own in gathered_on_first_rank(rollout.routes, self._backend.world)]
+        kept, arrays = None, gathered_arrays(outcome.batch.rollout, self._backend.world)
         if self._backend.rank == outcome.skipped[0].rank:
             kept = self._dump(step, outcome, version)
         # What is damaged may be one rank's alone: its batch is the one to look at.
         kept = self._backend.world.gather_objects(kept)[outcome.skipped[0].rank]
         if self._backend.rank == 0:
-            if rollout.routes is not None:
-                kept = dump.with_routes(kept, routes)
             moved = weights if has_weights else None
             try:
-                dump.write(folder, kept, self._directory / dump.CONFIG, moved)
+                whole = dump.with_arrays(kept, arrays)
+                dump.write(folder, whole, self._directory / dump.CONFIG, moved)
             except OSError as error:
                 self._say(f"  warning: the batch is not kept: {folder}: {error.strerror}")
             else:

@@ -13,7 +13,7 @@ from mindgrpo.checkpoint.differences import scoring_changes
 from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.checkpoint.format import DamagedCheckpoint, Identity, restored_groups
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.routes import check_routes, read_routes
+from mindgrpo.checkpoint.remote_files import check_files, read_files
 from mindgrpo.checkpoint.save import values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
@@ -40,12 +40,12 @@ def resume(
         chosen = _restore(start, run.config, run.roles, now, console.line)
     stored, choices = chosen.manifest.state, run.roles.shape_choices
     owners = run.prompts.at([group.position for group in stored.unfinished])
-    routes = read_routes(chosen.folder, chosen.manifest)
+    files = read_files(chosen.folder, chosen.manifest)
     state = State(
         step=stored.step,
         position=stored.prompts,
         solved=frozenset(stored.solved),
-        unfinished=restored_groups(stored.unfinished, [owner.ids for owner in owners], routes),
+        unfinished=restored_groups(stored.unfinished, [owner.ids for owner in owners], files),
         baselines=stored.baselines,
         open_row=stored.open_row,
         best=stored.best,
@@ -127,7 +127,7 @@ def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) 
     check_tensors(folder, manifest, saved)
     error = None
     try:
-        check_routes(folder, manifest)
+        check_files(folder, manifest)
         for role, weights in saved.items():
             load_role(folder, manifest, role, weights)
     except DamagedCheckpoint as damaged:

@@ -10,6 +10,7 @@ from mindspore import Tensor
 from mindgrpo.algorithm.packing import MicroBatch
 from mindgrpo.algorithm.schedule import Exchange, Pass
 from mindgrpo.models.decoder import HeadInputs, tensors_of
+from mindgrpo.models.expert_plan import ExpertInputs
 from mindgrpo.models.pipeline import ForwardPipeline, HandOvers, Predictions
 from mindgrpo.training.stage_graphs import LossInputs
 
@@ -19,12 +20,13 @@ def forward_backward(
     batches: Sequence[MicroBatch],
     backward: Sequence[Callable[..., Any]],
     loss_inputs: Sequence[LossInputs],
+    experts: Sequence[ExpertInputs] | None = None,
 ) -> list[Predictions] | None:
     """Runs all micro-batches forward and backward; `backward`, a cell of each chunk, add up the gradients.
 
     `loss_inputs[i]`, arrays, are read by the last stage only, whose ranks get the results; the others get None.
     """
-    stage = _StageRun(pipeline, batches, backward, loss_inputs)
+    stage = _StageRun(pipeline, batches, backward, loss_inputs, experts)
     for action in pipeline.actions(len(batches), has_backward=True):
         if isinstance(action, Exchange):
             stage.others.exchange(action)
@@ -46,8 +48,11 @@ class _StageRun:
         batches: Sequence[MicroBatch],
         backward: Sequence[Callable[..., Any]],
         loss_inputs: Sequence[LossInputs],
+        experts: Sequence[ExpertInputs] | None,
     ) -> None:
         self._chunks, self._batches = pipeline.chunks, batches
+        self._experts: Sequence[ExpertInputs | None]
+        self._experts = [None] * len(batches) if experts is None else experts
         self._span = pipeline.span
         self._backward, self._loss_inputs = backward, loss_inputs
         self.others = HandOvers(pipeline, batches)
@@ -64,7 +69,9 @@ class _StageRun:
         # Else the last chunk's forward pass is part of its backward graph.
         if chunk.hands_inputs_on:
             with self._span(own):
-                y, flows = chunk.forward_flows(x, chunk.inputs(batch))
+                y, flows = chunk.forward_flows(
+                    x, chunk.inputs(batch, self._experts[own.micro_batch])
+                )
             if not chunk.is_last:
                 self.others.make(own, y)
                 self._flows[at] = flows
@@ -75,7 +82,7 @@ class _StageRun:
         chunk, at = self._chunks[own.chunk], (own.chunk, own.micro_batch)
         batch, compute = self._batches[own.micro_batch], self._backward[own.chunk]
         x, flows = self._inputs.pop(at), self._flows.pop(at, ())
-        inputs = chunk.inputs(batch)
+        inputs = chunk.inputs(batch, self._experts[own.micro_batch])
         if not chunk.is_last:
             dy = self.others.take(own)
             with self._span(own):

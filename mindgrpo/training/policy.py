@@ -14,6 +14,7 @@ from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.models.expert_plan import ExpertInputs
 from mindgrpo.models.lora import LoraSettings, adapter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, Predictions, StageChunk, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
@@ -147,10 +148,11 @@ class Policy:
         batches: Sequence[MicroBatch],
         loss_inputs: Sequence[LossInputs],
         has_old: bool,
+        experts: Sequence[ExpertInputs] | None = None,
     ) -> list[Predictions] | None:
-        """Adds the micro-batches' gradients; `loss_inputs[i]` are arrays."""
+        """Adds the micro-batches' gradients; `loss_inputs[i]` are arrays, and `experts[i]` where layers have some."""
         backward = [self._backward_graph(chunk, has_old) for chunk in self.pipeline.chunks]
-        return forward_backward(self.pipeline, batches, backward, loss_inputs)
+        return forward_backward(self.pipeline, batches, backward, loss_inputs, experts)
 
     def gradient_norm(self) -> float:
         """Sums the accumulated gradients over the ranks; returns their 2-norm over the model, before clipping."""

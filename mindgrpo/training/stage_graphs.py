@@ -16,7 +16,7 @@ from mindspore.ops.auto_generate import sum_ext
 
 from mindgrpo.algorithm.surrogates import LOSS_TYPES, LossConfig
 from mindgrpo.backend.contract import Group
-from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, StageInputs, SummedLayer
+from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, SummedLayer
 from mindgrpo.training.surrogates import CELLS, SampleMean
 
 
@@ -210,7 +210,7 @@ class LayersBackward(nn.Cell):
 
 
 class StageBackward(nn.Cell):
-    """(x, dy, *StageInputs, *what StageForward returned beside its result) -> dx, of a stage that is not the last.
+    """(x, dy, *inputs, *what StageForward returned beside its result) -> dx, of a stage that is not the last.
 
     Each layer is computed once more, from what it got. Adds the gradients of `trained`; dy and dx are `scale` times the
     gradients, as in LossStep.
@@ -218,7 +218,7 @@ class StageBackward(nn.Cell):
 
     def __init__(self, stage: Stage, layers: range, trained: Trained) -> None:
         super().__init__()
-        self.stage, self.of_stage = stage, len(StageInputs._fields)
+        self.stage, self.of_stage = stage, stage.num_inputs
         self.is_first = stage.is_first
         self.backward = LayersBackward(stage, layers, trained, [True] * len(layers))
 
@@ -231,7 +231,7 @@ class StageBackward(nn.Cell):
 
 
 class LossStep(nn.Cell):
-    """The last stage, forward and backward: (x, *StageInputs, *HeadInputs, *LossInputs) -> (loss, log p, entropy, dx).
+    """The last stage, forward and backward: (x, *inputs, *HeadInputs, *LossInputs) -> (loss, log p, entropy, dx).
 
     Behind its inputs follows what layers get, where the stage hands that on: then only the last layer is computed
     forward, and the others once more. Gradients are taken of `scale` times the loss, so that a narrow dtype holds them,
@@ -244,7 +244,7 @@ class LossStep(nn.Cell):
         super().__init__()
         self.scale = trained.scale
         self.net, self.loss = net, loss
-        self.of_stage, self.of_head = len(StageInputs._fields), len(HeadInputs._fields)
+        self.of_stage, self.of_head = net.stage.num_inputs, len(HeadInputs._fields)
         self.of_step = self.of_stage + self.of_head + len(LossInputs._fields)
         self.is_first, self.gets_flows = net.stage.is_first, net.stage.hands_inputs_on
         head = trained.of_head(head_table)

@@ -13,7 +13,6 @@ import numpy as np
 from mindgrpo.algorithm import losses, non_finite
 from mindgrpo.algorithm.non_finite import NonFinite, NonFiniteUpdate
 from mindgrpo.algorithm.packing import (
-    Margins,
     MicroBatch,
     PackedRollout,
     PackedRow,
@@ -23,6 +22,8 @@ from mindgrpo.algorithm.packing import (
 from mindgrpo.algorithm.sample import Arrays, TrainBatch
 from mindgrpo.algorithm.surrogates import LossConfig, Tokens
 from mindgrpo.algorithm.token_selection import select_tokens
+from mindgrpo.models.expert_plan import ExpertInputs
+from mindgrpo.models.expert_routes import ExpertStatistics, StepExperts
 from mindgrpo.models.pipeline import Predictions, by_sample
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
@@ -40,15 +41,16 @@ def accumulate_gradients(
     packed: PackedRollout,
     members: Sequence[int],
     weights: np.ndarray,
-) -> tuple[PerSample, float]:
+    experts: StepExperts | None = None,
+) -> tuple[PerSample, float, StepExperts | None]:
     """Adds the gradients of `members` to the policy's; `weights` float32 [samples] are of each of a sample's tokens.
 
-    Returns the results of this rank's samples, empty unless it is of the last stage, and the share of padding over all
-    ranks.
+    Returns the results of this rank's samples, empty unless it is of the last stage, the share of padding over all
+    ranks, and the step's `experts` (None: not known yet) with what these passes add to their statistics.
     """
     mesh = policy.weights.layout.mesh
     share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
-    _record_routes(policy, packed)
+    experts = experts or policy.pipeline.experts_of(packed)
     with_gradient, forward_only = _split(policy, batch, packed, members, weights)
     own: PerSample = {}
     rows: list[PackedRow] = []
@@ -60,25 +62,14 @@ def accumulate_gradients(
         micro_batches = packed.micro_batches(shape, mesh.dp, share, samples, part)
         if samples is with_gradient:
             scale = policy.settings.loss_scale
-            planned = policy.pipeline.planned(micro_batches, packed, samples, scale)
-            results = _backward(policy, batch, planned, weights)
+            inputs = None if experts is None else experts.inputs(micro_batches, samples, scale)
+            results = _backward(policy, batch, micro_batches, weights, inputs)
         else:
-            results = policy.pipeline.replay(micro_batches, packed)
+            results, experts = policy.pipeline.replay(micro_batches, experts)
         own |= by_sample(micro_batches, results, policy.shard.context_group)
         rows += packed.rows(shape, samples)
         num_tokens += len(micro_batches) * shape.tokens * mesh.dp * mesh.cp
-    return own, padding_share(rows, num_tokens)
-
-
-def _record_routes(policy: Policy, packed: PackedRollout) -> None:
-    """Computes routes where none are known: who wanted no log-probs of before has no routes of before either."""
-    has_experts = policy.shard.config.moe is not None
-    if has_experts and packed.routes is None and not policy.pipeline.takes_routes(packed):
-        mesh = policy.weights.layout.mesh
-        share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
-        shape = policy.pipeline.shapes.choose(packed, mesh.dp)
-        whole = packed.micro_batches(shape, mesh.dp, share, part=part)
-        policy.pipeline.record(whole, packed)
+    return own, padding_share(rows, num_tokens), experts
 
 
 def _with_selection(
@@ -87,17 +78,15 @@ def _with_selection(
     packed: PackedRollout,
     members: Sequence[int],
     weights: np.ndarray,
-) -> tuple[TrainBatch, float | None]:
-    """Returns the batch with the factors and penalties of `select_tokens`, by one more pass forward of `members`, and
-    the share of tokens without a surrogate by it.
+    experts: StepExperts | None,
+) -> tuple[TrainBatch, float | None, StepExperts | None]:
+    """Returns the batch with the factors and penalties of `select_tokens`, by one more pass forward of `members`, the
+    share of tokens without a surrogate by it, and the step's experts.
     """
     config, mesh = policy.settings.loss_config, policy.weights.layout.mesh
-    rank, everybody = policy.backend.rank, list(members)
-    share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
-    _record_routes(policy, packed)
-    shape = policy.pipeline.shapes.choose(packed, mesh.dp, everybody)
-    micro_batches = packed.micro_batches(shape, mesh.dp, share, everybody, part)
-    results = policy.pipeline.replay(micro_batches, packed)
+    rank = policy.backend.rank
+    micro_batches = policy.pipeline.batches_of(packed, list(members))
+    results, experts = policy.pipeline.replay(micro_batches, experts)
     own = by_sample(micro_batches, results, policy.shard.context_group)
     if mesh.group(rank, ("cp", "mp"))[0] != rank:
         own = {}
@@ -114,7 +103,7 @@ def _with_selection(
         pairs = zip(batch.rollout_is_weights, factors, strict=True)
         factors = [corrected * factor for corrected, factor in pairs]
     unselected = _mean(chosen[0] == 0) if config.leaves_out else None
-    return replace(batch, rollout_is_weights=factors, penalties=penalties), unselected
+    return replace(batch, rollout_is_weights=factors, penalties=penalties), unselected, experts
 
 
 def _by_sample(batch: TrainBatch, weights: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
@@ -159,12 +148,16 @@ def _split(
 
 
 def _backward(
-    policy: Policy, batch: TrainBatch, micro_batches: Sequence[MicroBatch], weights: np.ndarray
+    policy: Policy,
+    batch: TrainBatch,
+    micro_batches: Sequence[MicroBatch],
+    weights: np.ndarray,
+    experts: Sequence[ExpertInputs] | None,
 ) -> list[Predictions] | None:
     """Accumulates the micro-batches' gradients; returns their results, None unless this is the last stage."""
     config = policy.settings.loss_config
     inputs = [_loss_inputs(micro, batch, weights, config) for micro in micro_batches]
-    return policy.accumulate(micro_batches, inputs, batch.old_logps is not None)
+    return policy.accumulate(micro_batches, inputs, batch.old_logps is not None, experts)
 
 
 def _loss_inputs(
@@ -200,12 +193,9 @@ class UpdateReport:
 
     `entropies` likewise, and empty unless the policy's settings keep them.
     `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
-    either end of the clip decided; `padding_share` is of the rows' positions. `expert_load` is expert_plan's
-    load_of_fullest of all of the step's samples and layers, None of a model without experts. `routes_replayed` is the
-    share of tokens of layers whose experts are the generator's. `routes_changed` is that of those for which the
-    trainer's router chose others in the step's forward passes so far, None without such a pass. `margins` are those of
-    PackedRollout, over all ranks. `unselected` and `off_policy` are the shares of tokens without a surrogate by
-    `select_tokens` and by off_policy_mask_threshold, None where the settings have neither.
+    either end of the clip decided; `padding_share` is of the rows' positions. `unselected` and `off_policy` are the
+    shares of tokens without a surrogate by `select_tokens` and by off_policy_mask_threshold, None where the settings
+    have neither. `experts` are over all ranks, by the passes before the update and its own, None of a model without.
     """
 
     loss: float
@@ -217,12 +207,9 @@ class UpdateReport:
     logps: PerToken
     entropies: PerToken
     padding_share: float
-    expert_load: float | None = None
-    routes_replayed: float | None = None
-    routes_changed: float | None = None
     unselected: float | None = None
     off_policy: float | None = None
-    margins: Margins | None = None
+    experts: ExpertStatistics | None = None
 
     @property
     def clip_fraction(self) -> float:
@@ -236,9 +223,11 @@ def update(
     members: Sequence[int],
     lr: float,
     check: Callable[[UpdateReport], None] | None = None,
+    experts: StepExperts | None = None,
 ) -> UpdateReport:
     """Updates the policy by samples `members` of `batch`, whose rollout is `packed`; all ranks together.
 
+    `experts` are those that a forward pass of before has recorded; without them one more records them.
     The loss is normalised over `members`, whatever rank or row they are on. Samples without a gradient go forward only.
     Raises NonFiniteUpdate, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
     gradient is not finite; and, with these untouched too, what `check` raises of the report, which is the same on every
@@ -246,32 +235,26 @@ def update(
     """
     settings = policy.settings
     weights = _weights(batch, members, settings)
+    experts = experts or policy.pipeline.experts_of(packed)
     unselected = None
     if settings.loss_config.selects:
-        batch, unselected = _with_selection(policy, batch, packed, members, weights)
-    own, padding = accumulate_gradients(policy, batch, packed, members, weights)
+        batch, unselected, experts = _with_selection(
+            policy, batch, packed, members, weights, experts
+        )
+    own, padding, experts = accumulate_gradients(policy, batch, packed, members, weights, experts)
     rank = policy.backend.rank
     # Those that share rows, and those of a layer, have the same.
     if policy.weights.layout.mesh.group(rank, ("cp", "mp"))[0] != rank:
         own = {}
-    of_routers = packed.expert_load, packed.choices, packed.margins
-    by_rank = policy.backend.world.gather_objects((own, *of_routers))
-    merged = {i: pair for samples, *_ in by_rank for i, pair in samples.items()}
+    by_rank = policy.backend.world.gather_objects((own, experts and experts.statistics))
+    merged = {i: pair for samples, _ in by_rank for i, pair in samples.items()}
+    statistics = [own for _, own in by_rank if own is not None]
     norm = policy.gradient_norm()
     report = replace(
-        _report(settings, batch, merged, weights, norm, padding), unselected=unselected
+        _report(settings, batch, merged, weights, norm, padding),
+        unselected=unselected,
+        experts=ExpertStatistics.merged(statistics) if statistics else None,
     )
-    if policy.shard.config.moe is not None:
-        _, loads, choices, margins = zip(*by_rank, strict=True)
-        compared, changed = sum(choices).tolist()
-        measured = sum((own for own in margins if own is not None), Margins())
-        report = replace(
-            report,
-            expert_load=max(load for load in loads if load is not None),
-            margins=measured if measured.count else None,
-            routes_replayed=float(packed.rollout.routes is not None),
-            routes_changed=changed / compared if compared else None,
-        )
     _refuse_non_finite(policy, report)
     if check is not None:
         try:
@@ -280,8 +263,8 @@ def update(
             policy.clear_gradients()
             raise
     policy.apply(norm, lr)
-    if settings.bias_update_rate > 0 and packed.routes is not None:
-        policy.move_biases(policy.pipeline.load(packed, members))
+    if settings.bias_update_rate > 0 and experts is not None:
+        policy.move_biases(experts.load(members))
     return report
 
 

@@ -77,11 +77,11 @@ def nan_advantages(at: int) -> None:
 
 
 def nan_logps(at: int) -> None:
-    def change(logps: list[np.ndarray], *_: Any) -> Any:
-        logps[3][0] = np.nan
-        return logps
+    def change(result: Any, *_: Any) -> Any:
+        result[0][3][0] = np.nan
+        return result
 
-    after(step, "compute_log_probs", at, change)
+    after(step, "record_log_probs", at, change)
 
 
 def nan_loss(at: int) -> None:

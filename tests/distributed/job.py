@@ -44,6 +44,7 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.remote_arrays import FetchedArrays
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.config import Config
 from mindgrpo.grpo.metrics import token_rows
@@ -53,8 +54,7 @@ from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.lora import TARGETS, LoraSettings, fill_adapters
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
-from mindgrpo.models.route_exchange import ReplayedRoutes
+from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs, record_log_probs
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
@@ -216,9 +216,11 @@ class Run:
         reference = old = None
         if self.reference is not None:
             reference = compute_log_probs(self.reference, self.infer.mesh, self.backend, packed)
+        pipeline, mesh = self.policy.pipeline, self.train.mesh
         if self.recipe.num_iterations > 1:
-            pipeline, mesh = self.policy.pipeline, self.train.mesh
-            old = compute_log_probs(pipeline, mesh, self.backend, packed)
+            old, experts = record_log_probs(pipeline, mesh, self.backend, packed)
+        else:
+            experts = pipeline.experts_of(packed)
         corrected = as_of_another_engine(rollout)
         if self.recipe.old_of_generator:
             old = corrected.generator_logps
@@ -228,16 +230,16 @@ class Run:
         )
         everyone = range(len(batch))
         reports = [
-            update(self.policy, batch, packed, everyone, c.LEARNING_RATE)
+            update(self.policy, batch, packed, everyone, c.LEARNING_RATE, experts=experts)
             for _ in range(self.recipe.num_iterations)
         ]
         estimator = self.policy.settings.loss_config.kl_estimator
         version = self.generator.version
         carried = None
-        if isinstance(packed.routes, ReplayedRoutes):
-            routes = {id(own): own for sample in rollout.samples for own in sample.routes}
+        if experts is not None and isinstance(experts.routes, FetchedArrays):
+            routes = {id(p): p for s in rollout.samples for p in s.arrays["routes"].segments}
             sizes = [math.prod(own.shape) * own.dtype.itemsize for own in routes.values()]
-            by_rank = self.backend.world.gather_objects(packed.routes.bytes_received)
+            by_rank = self.backend.world.gather_objects(experts.routes.bytes_received)
             carried = [sum(sizes), *by_rank]
         self.comparison.make(number, self.policy)
         left_out = 0.0 if batch.rejected is None else float(batch.rejected.mean())
@@ -280,7 +282,8 @@ def _figures(rollout: Rollout, reports: list[UpdateReport], version: int | None)
         mask = rollout.action_mask[i] & (rollout.weights_version[i] == version)
         gaps.append(np.abs(first[i] - logps)[mask])
     names = ("loss", "grad_norm", "kl", "entropy", "clip_fraction")
-    margins = reports[0].margins
+    experts = reports[0].experts
+    margins = None if experts is None or not experts.margins.count else experts.margins
     return {
         "tokens": [zlib.crc32(tokens.tobytes()) for tokens in rollout.completion_ids],
         "lengths": rollout.completion_lengths.tolist(),

@@ -21,7 +21,7 @@ from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.sample import Arrays
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.pipeline import Predictions, compute_log_probs
+from mindgrpo.models.pipeline import ForwardPipeline, Predictions, compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.training.stage_graphs import LossInputs, PolicyLoss
 from mindgrpo.training.update import update
@@ -45,8 +45,9 @@ class GivenLogProbs:
         self.shard = SimpleNamespace(
             config=SimpleNamespace(moe=None),
             context_group=backend.group(mesh.group(rank, ("cp",))),
+            weights=SimpleNamespace(layout=SimpleNamespace(mesh=mesh), rank=rank),
         )
-        self.weights = SimpleNamespace(layout=SimpleNamespace(mesh=mesh))
+        self.weights = self.shard.weights
         self.settings = SimpleNamespace(
             loss_config=config,
             max_tokens=LONGEST,
@@ -58,20 +59,27 @@ class GivenLogProbs:
         self.updates = 0
         self.gradients = [np.zeros((2, own.size)) for own in logps]
 
-    def record(self, batches: Sequence[MicroBatch], packed: Any) -> list[Predictions] | None:
+    def record(
+        self, batches: Sequence[MicroBatch], packed: Any
+    ) -> tuple[list[Predictions] | None, None]:
         if not self.has_head:
-            return None
-        return [(batch.spread(self.logps), batch.spread(ENTROPY)) for batch in batches]
+            return None, None
+        return [(batch.spread(self.logps), batch.spread(ENTROPY)) for batch in batches], None
 
     replay = record
+    batches_of = ForwardPipeline.batches_of
 
-    def planned(self, batches: Sequence[MicroBatch], *_: Any) -> Sequence[MicroBatch]:
-        return batches
+    def experts_of(self, packed: Any) -> None:
+        return None
 
     def accumulate(
-        self, batches: Sequence[MicroBatch], inputs: Sequence[LossInputs], has_old: bool
+        self,
+        batches: Sequence[MicroBatch],
+        inputs: Sequence[LossInputs],
+        has_old: bool,
+        experts: None,
     ) -> list[Predictions] | None:
-        results = self.record(batches, None)
+        results, _ = self.record(batches, None)
         if results is None or not self.differentiates:
             return results
         gradient = ms.value_and_grad(PolicyLoss(self.settings.loss_config, has_old), (0, 1))

@@ -121,8 +121,8 @@ class Kernels:
         return mindspore_ops.Glu(activation)
 
     def router(self, routing: Routing) -> nn.Cell:
-        """Makes a cell: (x [N, H], weight [H, E], routes int32 [N, K]) -> float32 [N, K], the scores of the experts
-        `routes`, 0 where one is -1.
+        """Makes a cell: (x [N, H], weight [H, E], topk_ids int32 [N, K]) -> float32 [N, K], the scores of the experts
+        `topk_ids`, 0 where one is -1.
 
         Logits, their sums and scores are float32 in any precision. A score is that of the dense softmax, through which
         x and the weight get their gradients (arXiv:1701.06538).
@@ -130,9 +130,9 @@ class Kernels:
         return mindspore_experts.PlainRouter(routing)
 
     def choose_experts(self, routing: Routing) -> nn.Cell:
-        """Makes a cell: (x [N, H], weight [H, E], bias float32 [E]) -> (routes int32 [N, K], margins float32 [N]).
+        """Makes a cell: (x [N, H], weight [H, E], bias float32 [E]) -> (topk_ids int32 [N, K], margins float32 [N]).
 
-        Routes are the experts of the largest scores, falling, as `routing` says; of equal ones, and of equal groups,
+        They are the experts of the largest scores, falling, as `routing` says; of equal ones, and of equal groups,
         the first. A margin is the score of the last one, with its bias, minus that of the best one that is not chosen
         in the groups that are taken, 1e30 where they have no more. There is no gradient. `bias` is any tensor [1] where
         `routing` has none.
@@ -140,7 +140,7 @@ class Kernels:
         return mindspore_experts.PlainChooseExperts(routing)
 
     def sort_slots(self, routing: Routing) -> nn.Cell:
-        """Makes a cell: routes int32 [N, K] -> (order [N K], counts int32 [E], home [N, K]).
+        """Makes a cell: topk_ids int32 [N, K] -> (order [N K], counts int32 [E], home [N, K]).
 
         Rows are sorted by expert, and those of one lie as their slots do. A slot of expert -1 has no row.
         """

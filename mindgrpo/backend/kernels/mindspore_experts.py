@@ -36,10 +36,10 @@ class PlainRouter(nn.Cell):
         self.renormalise, self.scaling = routing.renormalise, routing.scaling
         self.sum, self.max = SumExt(), ops.ArgMaxWithValue(1, True)
 
-    def construct(self, x: Any, weight: Any, routes: Any) -> Any:
-        is_sent = ops.cast(routes >= 0, ms.float32)
+    def construct(self, x: Any, weight: Any, topk_ids: Any) -> Any:
+        is_sent = ops.cast(topk_ids >= 0, ms.float32)
         every = self.probabilities(x, weight)
-        scores = ops.gather_elements(every, 1, ops.maximum(routes, 0)) * is_sent
+        scores = ops.gather_elements(every, 1, ops.maximum(topk_ids, 0)) * is_sent
         if self.renormalise:
             # A token without experts has a sum of 1.
             _, any_sent = self.max(is_sent)
@@ -65,13 +65,13 @@ class PlainChooseExperts(nn.Cell):
             scores = scores + bias
         if self.taken < self.groups:
             scores = self.of_best_groups(scores)
-        routes, value = [], scores
+        topk_ids, value = [], scores
         for _ in range(self.count):
             first, value, scores = self.largest(scores)
-            routes.append(first)
+            topk_ids.append(first)
         _, rest = self.max(scores)
         rest = ops.maximum(rest, NEVER)
-        return ops.cast(ops.concat(routes, 1), ms.int32), (value - rest).reshape(-1)
+        return ops.cast(ops.concat(topk_ids, 1), ms.int32), (value - rest).reshape(-1)
 
     def first_ids(self, count: int) -> Any:
         return self.slice(self.ids, (0, 0), (1, count), (1, 1))
@@ -109,8 +109,8 @@ class PlainSortSlots(nn.Cell):
         super().__init__()
         self.ids = Tensor(np.arange(routing.num_experts, dtype=np.int32)[None])
 
-    def construct(self, routes: Any) -> Any:
-        slots = routes.reshape(-1, 1)
+    def construct(self, topk_ids: Any) -> Any:
+        slots = topk_ids.reshape(-1, 1)
         is_own = ops.cast(ops.equal(slots, self.ids), ms.float32)
         counts = is_own.sum(0, keepdims=True)
         starts = ops.cumsum(counts, 1) - counts
@@ -123,7 +123,7 @@ class PlainSortSlots(nn.Cell):
         at = ops.expand_dims(rows * is_sent + count * (1 - is_sent), 1)
         numbers = ops.cumsum(is_sent * 0 + 1, 0)
         order = ops.scatter_nd(at, ops.cast(numbers, ms.int32), (count + 1,))[:count] - 1
-        return order, ops.cast(counts.reshape(-1), ms.int32), home.reshape(routes.shape)
+        return order, ops.cast(counts.reshape(-1), ms.int32), home.reshape(topk_ids.shape)
 
 
 class _Rows(nn.Cell):

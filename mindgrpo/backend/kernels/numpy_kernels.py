@@ -95,9 +95,9 @@ class NumpyKernels(Kernels):
         return glu
 
     def router(self, routing: Routing) -> Any:
-        def scores(x: Array, weight: Array, routes: Array) -> Array:
-            taken = np.take_along_axis(_probabilities(x @ weight, routing), routes, 1)
-            taken = np.where(routes >= 0, taken, 0)
+        def scores(x: Array, weight: Array, topk_ids: Array) -> Array:
+            taken = np.take_along_axis(_probabilities(x @ weight, routing), topk_ids, 1)
+            taken = np.where(topk_ids >= 0, taken, 0)
             if routing.renormalise:
                 total = taken.sum(1, keepdims=True)
                 taken = taken / np.where(total > 0, total, 1)
@@ -126,13 +126,13 @@ class NumpyKernels(Kernels):
         return choose
 
     def sort_slots(self, routing: Routing) -> Any:
-        def sort(routes: Array) -> tuple[Array, Array, Array]:
-            flat, home = routes.reshape(-1), np.full(routes.size, -1, np.int32)
+        def sort(topk_ids: Array) -> tuple[Array, Array, Array]:
+            flat, home = topk_ids.reshape(-1), np.full(topk_ids.size, -1, np.int32)
             order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
             home[order] = np.arange(order.size)
             counts = np.bincount(flat[order], minlength=routing.num_experts)
             order = np.pad(order, (0, flat.size - order.size), constant_values=-1)
-            return order.astype(np.int32), counts.astype(np.int32), home.reshape(routes.shape)
+            return order.astype(np.int32), counts.astype(np.int32), home.reshape(topk_ids.shape)
 
         return sort
 

@@ -61,7 +61,7 @@ class Routing:
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the dtype in which routes are kept and sent."""
+        """Returns the dtype in which numbers of experts are kept and sent."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 

@@ -363,10 +363,10 @@ def _experts(sizes: Sizes) -> list[Case]:
     """Lists the cases of two of eight experts for each token; one has no tokens, and some tokens have one expert."""
     tokens, hidden, inner = sizes.rows * sizes.length, sizes.hidden, sizes.inner // 4
     routing, rng = Routing(8, 2), np.random.default_rng(0)
-    routes = np.argsort(rng.random((tokens, 7)), 1)[:, :2].astype(np.int32)
-    routes[::9, 1] = -1
+    topk_ids = np.argsort(rng.random((tokens, 7)), 1)[:, :2].astype(np.int32)
+    topk_ids[::9, 1] = -1
     x, router = _floats(tokens, hidden), _floats(hidden, 8) / np.float32(hidden**0.5)
-    order, counts, home = NumpyKernels().sort_slots(routing)(routes)
+    order, counts, home = NumpyKernels().sort_slots(routing)(topk_ids)
     y, scores = _floats(order.size, hidden), np.abs(_floats(tokens, 2)) + 0.1
     rows = NumpyKernels().take_rows()(x, order, home)
     weights = [_floats(8, hidden, 2 * inner), _floats(8, inner, hidden)]
@@ -381,9 +381,9 @@ def _experts(sizes: Sizes) -> list[Case]:
     # Scores that the sigmoid keeps apart, and no two sums of which are alike.
     in_groups = [levels / 4 - 1, choice[1], np.sqrt(np.arange(8, dtype=np.float32)) / 8]
     method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
-        "router": (lambda k: k.router(routing), [x, router, routes], 1, True),
+        "router": (lambda k: k.router(routing), [x, router, topk_ids], 1, True),
         "choose_experts": (lambda k: k.choose_experts(routing), choice, 1, False),
-        "sort_slots": (lambda k: k.sort_slots(routing), [routes], 0, False),
+        "sort_slots": (lambda k: k.sort_slots(routing), [topk_ids], 0, False),
         "take_rows": (lambda k: k.take_rows(), [x, order, home], 1, True),
         "expert_mlp": (lambda k: k.expert_mlp("silu"), [rows, counts, *weights], 3, True),
         "expert_matmul": (lambda k: k.expert_matmul(), [used, weights[0], counts], 2, True),

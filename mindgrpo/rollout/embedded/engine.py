@@ -120,8 +120,8 @@ class EmbeddedEngine:
                 batch.tokens[i, :length].copy(),
                 STOPPED if batch.stopped[i] else LENGTH,
                 version,
-                batch.routes[i] if batch.records_routes else (),
                 logps=batch.logps[i, :length].copy(),
+                **({"routes": batch.routes[i]} if batch.records_routes else {}),
             )
             for i, ((number, prompt), length) in enumerate(
                 zip(numbered, batch.lengths.tolist(), strict=True)

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import LENGTH, STOPPED, TOKEN_ARRAYS, Request, Sample
+from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
+from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.shapes import SamplingParams

@@ -62,51 +62,51 @@ static void leave_best_groups(float *p, int64_t experts, Routing routing) {
         if (!is_taken[e / size]) p[e] = NEVER;
 }
 
-void choose_row(const float *p, const float *bias, int64_t experts, int64_t slots, Routing routing, int32_t *routes,
+void choose_row(const float *p, const float *bias, int64_t experts, int64_t slots, Routing routing, int32_t *topk_ids,
                 float *margin) {
     float own[experts];
     int64_t best = -1;
     for (int64_t e = 0; e < experts; e++) own[e] = p[e] + (bias ? bias[e] : 0.0f);
     if (routing.groups_taken < routing.groups) leave_best_groups(own, experts, routing);
-    for (int64_t k = 0; k < slots; k++) routes[k] = (int32_t)(best = next_best(own, experts, best));
+    for (int64_t k = 0; k < slots; k++) topk_ids[k] = (int32_t)(best = next_best(own, experts, best));
     if (!margin) return;
     int64_t other = next_best(own, experts, best);
     *margin = best < 0 ? NAN : own[best] - (other < 0 ? NEVER : own[other]);
 }
 
-float score_divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing) {
+float score_divisor(const float *p, const int32_t *topk_ids, int64_t slots, Routing routing) {
     float sum = 0.0f;
     for (int64_t k = 0; k < slots; k++)
-        if (routes[k] >= 0) sum += p[routes[k]];
+        if (topk_ids[k] >= 0) sum += p[topk_ids[k]];
     return routing.renormalises && sum > 0.0f ? sum : 1.0f;
 }
 
-void score_row(const float *p, const int32_t *routes, int64_t slots, Routing routing, float *scores) {
-    float sum = score_divisor(p, routes, slots, routing);
-    for (int64_t k = 0; k < slots; k++) scores[k] = routes[k] < 0 ? 0.0f : p[routes[k]] / sum * routing.scaling;
+void score_row(const float *p, const int32_t *topk_ids, int64_t slots, Routing routing, float *scores) {
+    float sum = score_divisor(p, topk_ids, slots, routing);
+    for (int64_t k = 0; k < slots; k++) scores[k] = topk_ids[k] < 0 ? 0.0f : p[topk_ids[k]] / sum * routing.scaling;
 }
 
 static int check_routes(const Call *call, int index) {
-    const int32_t *routes = call->params[index];
+    const int32_t *topk_ids = call->params[index];
     for (int64_t i = 0; i < dim(call, 'N') * dim(call, 'K'); i++)
-        if (routes[i] < -1 || routes[i] >= dim(call, 'E'))
-            return refuse(call, "slot %ld has expert %d of %ld", i, routes[i], dim(call, 'E'));
+        if (topk_ids[i] < -1 || topk_ids[i] >= dim(call, 'E'))
+            return refuse(call, "slot %ld has expert %d of %ld", i, topk_ids[i], dim(call, 'E'));
     return 0;
 }
 
 static void score_rows(const Call *call, int64_t begin, int64_t end) {
     int64_t hidden = dim(call, 'H'), experts = dim(call, 'E'), slots = dim(call, 'K');
     const float *x = call->params[0], *w = call->params[1];
-    const int32_t *routes = call->params[2];
+    const int32_t *topk_ids = call->params[2];
     Routing routing = routing_of(call->params[3]);
     float *scores = call->params[4], *p = call->params[5];
     expert_probabilities(end - begin, hidden, experts, x + begin * hidden, w, routing, p + begin * experts);
     for (int64_t i = begin; i < end; i++)
-        score_row(p + i * experts, routes + i * slots, slots, routing, scores + i * slots);
+        score_row(p + i * experts, topk_ids + i * slots, slots, routing, scores + i * slots);
 }
 
 /* scores of each token's experts, from the p of all */
-KERNEL(router, "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[5] -> scores f32[N, K], p f32[N, E]") {
+KERNEL(router, "x f32[N, H], w f32[H, E], topk_ids i32[N, K], routing f32[5] -> scores f32[N, K], p f32[N, E]") {
     return check_routes(call, 2) ? KERNEL_REFUSED : over_rows(call, score_rows);
 }
 
@@ -120,13 +120,13 @@ static void router_back(void *task, Member member) {
     const Call *call = t->call;
     int64_t n = dim(call, 'N'), hidden = dim(call, 'H'), experts = dim(call, 'E'), slots = dim(call, 'K'), begin, end;
     const float *x = call->params[0], *w = call->params[1], *p = call->params[4], *dscores = call->params[5];
-    const int32_t *routes = call->params[2];
+    const int32_t *topk_ids = call->params[2];
     Routing routing = routing_of(call->params[3]);
     float *dx = call->params[6], *dw = call->params[7];
     share_out(member, n, &begin, &end);
     for (int64_t i = begin; i < end; i++) {
         const float *own = p + i * experts, *d = dscores + i * slots;
-        const int32_t *at = routes + i * slots;
+        const int32_t *at = topk_ids + i * slots;
         float *dp = t->dlogits + i * experts, sum = score_divisor(own, at, slots, routing), mean = 0.0f;
         memset(dp, 0, experts * sizeof(float));
         for (int64_t k = 0; k < slots && routing.renormalises; k++)
@@ -146,7 +146,7 @@ static void router_back(void *task, Member member) {
 }
 
 KERNEL(router_grad,
-       "x f32[N, H], w f32[H, E], routes i32[N, K], routing f32[5], p f32[N, E], dscores f32[N, K] "
+       "x f32[N, H], w f32[H, E], topk_ids i32[N, K], routing f32[5], p f32[N, E], dscores f32[N, K] "
        "-> dx f32[N, H], dw f32[H, E]") {
     RouterGrad t = {call, scratch(call, dim(call, 'N') * dim(call, 'E') + 1)};
     if (!t.dlogits) return KERNEL_OUT_OF_MEMORY;
@@ -167,19 +167,19 @@ static void choose(void *task, Member member) {
     const float *x = call->params[0], *w = call->params[1], *bias = optional(call, 2);
     const Routing routing = routing_of(call->params[3]);
     float *own = t->p + member.index * CHOSEN_ROWS * experts, *margins = call->params[5];
-    int32_t *routes = call->params[4];
+    int32_t *topk_ids = call->params[4];
     share_out(member, dim(call, 'N'), &begin, &end);
     for (int64_t start = begin; start < end; start += CHOSEN_ROWS) {
         int64_t rows = end - start < CHOSEN_ROWS ? end - start : CHOSEN_ROWS;
         expert_probabilities(rows, hidden, experts, x + start * hidden, w, routing, own);
         for (int64_t i = 0; i < rows; i++)
-            choose_row(own + i * experts, bias, experts, slots, routing, routes + (start + i) * slots, margins + start + i);
+            choose_row(own + i * experts, bias, experts, slots, routing, topk_ids + (start + i) * slots, margins + start + i);
     }
 }
 
 /* The experts of each token and its margin, as choose_row has them. */
 KERNEL(choose_experts,
-       "x f32[N, H], w f32[H, E], bias f32[E]?, routing f32[5] -> routes i32[N, K], margins f32[N]") {
+       "x f32[N, H], w f32[H, E], bias f32[E]?, routing f32[5] -> topk_ids i32[N, K], margins f32[N]") {
     const Routing routing = routing_of(call->params[3]);
     int64_t experts = dim(call, 'E'), slots = dim(call, 'K');
     if (routing.groups < 1 || experts % routing.groups || routing.groups_taken < 1 || routing.groups_taken > routing.groups)
@@ -194,25 +194,25 @@ KERNEL(choose_experts,
 
 /* -- slots and rows -------------------------------------------------------------------------------------------- */
 
-void sort_rows(int64_t slots, int64_t experts, int64_t first, int64_t count, const int32_t *routes, int32_t *order,
+void sort_rows(int64_t slots, int64_t experts, int64_t first, int64_t count, const int32_t *topk_ids, int32_t *order,
                int32_t *counts, int32_t *home) {
     int32_t next[experts], sum = 0;
     memset(counts, 0, experts * sizeof *counts);
     for (int64_t i = 0; i < slots; i++)
-        if (routes[i] >= 0) counts[routes[i]]++;
+        if (topk_ids[i] >= 0) counts[topk_ids[i]]++;
     for (int64_t e = 0; e < experts; e++) {
         int is_own = e >= first && e < first + count;
         next[e] = is_own ? sum : -1;
         sum += is_own ? counts[e] : 0;
     }
     for (int64_t i = 0; i < slots; i++) {
-        home[i] = routes[i] < 0 || next[routes[i]] < 0 ? -1 : next[routes[i]]++;
+        home[i] = topk_ids[i] < 0 || next[topk_ids[i]] < 0 ? -1 : next[topk_ids[i]]++;
         if (home[i] >= 0) order[home[i]] = (int32_t)i;
     }
     for (int64_t i = sum; i < slots; i++) order[i] = -1;
 }
 
-KERNEL(sort_slots, "routes i32[N, K] -> order i32[NK], counts i32[E], home i32[N, K]") {
+KERNEL(sort_slots, "topk_ids i32[N, K] -> order i32[NK], counts i32[E], home i32[N, K]") {
     int64_t slots = dim(call, 'N') * dim(call, 'K'), experts = dim(call, 'E');
     if (check_routes(call, 0)) return KERNEL_REFUSED;
     sort_rows(slots, experts, 0, experts, call->params[0], call->params[1], call->params[2], call->params[3]);

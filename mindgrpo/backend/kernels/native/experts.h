@@ -20,21 +20,21 @@ typedef struct {
 void expert_probabilities(int64_t rows, int64_t hidden, int64_t experts, const float *x, const float *w, Routing routing,
                           float *p);
 
-/* routes [K]: the experts of the largest p [E], falling; the first of equal ones first. `bias` [E], if there is one, is
+/* topk_ids [K]: the experts of the largest p [E], falling; the first of equal ones first. `bias` [E], if there is one, is
  * added for the choice, and only the groups whose two best make the largest sums have a part in it (arXiv:2412.19437,
  * section 2.1.2). `margin`, if it is wanted: the last one's minus the best one's that is not chosen; 1e30 without one. */
-void choose_row(const float *p, const float *bias, int64_t experts, int64_t slots, Routing routing, int32_t *routes,
+void choose_row(const float *p, const float *bias, int64_t experts, int64_t slots, Routing routing, int32_t *topk_ids,
                 float *margin);
 
 /* The sum of p at a token's experts; 1 where scores are not divided by it, or the token has none. */
-float score_divisor(const float *p, const int32_t *routes, int64_t slots, Routing routing);
+float score_divisor(const float *p, const int32_t *topk_ids, int64_t slots, Routing routing);
 
 /* scores [K] of a token's experts; 0 for -1. */
-void score_row(const float *p, const int32_t *routes, int64_t slots, Routing routing, float *scores);
+void score_row(const float *p, const int32_t *topk_ids, int64_t slots, Routing routing, float *scores);
 
 /* Rows by expert, those of one as their slots lie, for `count` of all experts from `first` on. Slots of others have none.
  * `counts` [all experts] are those of slots. */
-void sort_rows(int64_t slots, int64_t experts, int64_t first, int64_t count, const int32_t *routes, int32_t *order,
+void sort_rows(int64_t slots, int64_t experts, int64_t first, int64_t count, const int32_t *topk_ids, int32_t *order,
                int32_t *counts, int32_t *home);
 
 /* out [width] = the sum of scores[k] y[home[k]] in the order of k, without -1; scores of 1 where NULL. */

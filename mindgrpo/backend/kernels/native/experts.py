@@ -40,20 +40,20 @@ class Router(nn.Cell):
     def __init__(self, routing: Routing) -> None:
         super().__init__()
 
-        def shapes(x: Any, weight: Any, routes: Any, *others: Any) -> Any:
-            return routes, [x[0], weight[1]]
+        def shapes(x: Any, weight: Any, topk_ids: Any, *others: Any) -> Any:
+            return topk_ids, [x[0], weight[1]]
 
         back = operation("router_grad", as_first_two, _float32_twice)
 
-        def bprop(x: Any, weight: Any, routes: Any, numbers: Any, out: Any, dout: Any) -> Any:
-            dx, dweight = back(x, weight, routes, numbers, out[1], dout[0])
-            return dx, dweight, ops.zeros_like(routes), ops.zeros_like(numbers)
+        def bprop(x: Any, weight: Any, topk_ids: Any, numbers: Any, out: Any, dout: Any) -> Any:
+            dx, dweight = back(x, weight, topk_ids, numbers, out[1], dout[0])
+            return dx, dweight, ops.zeros_like(topk_ids), ops.zeros_like(numbers)
 
         self.run = operation("router", shapes, _float32_twice, bprop)
         self.numbers = _numbers(routing)
 
-    def construct(self, x: Any, weight: Any, routes: Any) -> Any:
-        scores, _ = self.run(x, weight, routes, self.numbers)
+    def construct(self, x: Any, weight: Any, topk_ids: Any) -> Any:
+        scores, _ = self.run(x, weight, topk_ids, self.numbers)
         return scores
 
 
@@ -81,16 +81,16 @@ class SortSlots(nn.Cell):
         super().__init__()
         experts = routing.num_experts
 
-        def shapes(routes: Any) -> Any:
-            return [routes[0] * routes[1]], [experts], routes
+        def shapes(topk_ids: Any) -> Any:
+            return [topk_ids[0] * topk_ids[1]], [experts], topk_ids
 
-        def bprop(routes: Any, out: Any, dout: Any) -> Any:
-            return (ops.zeros_like(routes),)
+        def bprop(topk_ids: Any, out: Any, dout: Any) -> Any:
+            return (ops.zeros_like(topk_ids),)
 
         self.run = operation("sort_slots", shapes, _int32_thrice, bprop)
 
-    def construct(self, routes: Any) -> Any:
-        return self.run(routes)
+    def construct(self, topk_ids: Any) -> Any:
+        return self.run(topk_ids)
 
 
 def _rows_of_tokens(x: Any, order: Any, *others: Any) -> Any:

@@ -1,0 +1,348 @@
+"""Knows which experts a step's tokens have, on the ranks that compute them, and makes of it what graphs read.
+
+No graph with a gradient chooses experts: their routes are the generator's, a per-token array of the rollout (router
+replay, arXiv:2510.11370), or those that a forward pass of before has recorded. With them every count is known before a
+graph starts. Prompts count with each of their samples, so that packing changes no figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mindgrpo.algorithm.packing import MicroBatch
+from mindgrpo.algorithm.sample import Rollout
+from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.remote_arrays import FetchedArrays
+from mindgrpo.models.expert_plan import (
+    NO_EXPERT,
+    ExpertInputs,
+    ExpertSpread,
+    capacity,
+    plan_experts,
+    plan_spread,
+    rows_by_expert,
+)
+from mindgrpo.models.shard import Shard, routing
+
+
+class Choices(NamedTuple):
+    """Holds what routers chose for N tokens in L layers: `topk_ids` int32 [L, N, K] and their `margins` float32 [L, N],
+    as backend/kernels/contract.py has them."""
+
+    topk_ids: np.ndarray
+    margins: np.ndarray
+
+
+@dataclass(frozen=True)
+class Margins:
+    """By how much routers choose: `total` of the margins of `count` tokens of layers, and the `least` one.
+
+    A margin is the score of the last expert that is chosen minus that of the first that is not.
+    """
+
+    total: float = 0.0
+    count: float = 0.0
+    least: float = np.inf
+
+    def __add__(self, other: Margins) -> Margins:
+        least = min(self.least, other.least)
+        return Margins(self.total + other.total, self.count + other.count, least)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+
+@dataclass(frozen=True)
+class ExpertStatistics:
+    """A step's experts in numbers, of a rank or of all.
+
+    `load_max` is load_of_fullest of all samples and layers (None of a rank without such layers). `is_replayed`: the
+    routes are the generator's. `compared` counts tokens of layers where routers chose while others were replayed, and
+    `changed` those of them for which they chose other experts. `margins` are of the first pass over all samples in
+    which routers chose, without a count before it.
+    """
+
+    load_max: float | None = None
+    is_replayed: bool = False
+    compared: int = 0
+    changed: int = 0
+    margins: Margins = Margins()
+
+    @classmethod
+    def merged(cls, by_rank: Sequence[ExpertStatistics]) -> ExpertStatistics:
+        return cls(
+            max(own.load_max for own in by_rank if own.load_max is not None),
+            by_rank[0].is_replayed,
+            sum(own.compared for own in by_rank),
+            sum(own.changed for own in by_rank),
+            sum((own.margins for own in by_rank), Margins()),
+        )
+
+    def metrics(self) -> dict[str, float | None]:
+        """Returns the metrics of a step's row; what no pass has measured is left out."""
+        metrics = {"moe/load_max": self.load_max, "moe/routes_replayed": float(self.is_replayed)}
+        if self.compared:
+            metrics["moe/routes_changed"] = self.changed / self.compared
+        if self.margins.count:
+            metrics |= {
+                "moe/margin_mean": self.margins.mean,
+                "moe/margin_min": self.margins.least,
+            }
+        return metrics
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """Part `index` of `of` equal ones of a rank's tokens, where ranks share them out."""
+
+    index: int = 0
+    of: int = 1
+
+    def within(self, count: int) -> slice:
+        size = count // self.of
+        return slice(self.index * size, (self.index + 1) * size)
+
+
+ALL_TOKENS = TokenShare()
+
+
+class StageExperts:
+    """What `shard`'s stage has of experts: `layers` are its L ones with experts among all `num_layers` of the model.
+
+    All ranks call it together. Those of `same_layers` compute other tokens; None without layers. `share` are this
+    rank's tokens of a micro-batch, and `group` those over which experts are `spread`.
+    """
+
+    def __init__(self, shard: Shard, backend: Backend) -> None:
+        mesh, rank, moe = shard.weights.layout.mesh, shard.weights.rank, shard.config.moe
+        assert moe is not None
+        with_experts = [i for i, kind in enumerate(shard.config.layers) if kind.has_experts]
+        own = [i for chunk in shard.chunks for i in chunk.layers if i in with_experts]
+        self.moe, self.num_layers = moe, len(with_experts)
+        self.layers = [with_experts.index(i) for i in own]
+        self.world, axes = backend.world, ("dp", "cp", "mp")
+        self.same_layers = backend.group(mesh.group(rank, axes)) if own else None
+        self.share = ALL_TOKENS
+        if shard.token_shares > 1:
+            self.share = TokenShare(shard.group.index, shard.token_shares)
+        self.group = shard.expert_groups["ep", "emp"]
+        self.spread = ExpertSpread(mesh.ep, mesh.emp, self.group.index)
+
+    def replayed(self, rollout: Rollout) -> StepExperts | None:
+        """Takes the generator's routes; None without."""
+        arrays = rollout.token_arrays.get("routes")
+        if arrays is None:
+            return None
+        routes = FetchedArrays(arrays, self.layers, self.world)
+        return StepExperts(self, routes, ExpertStatistics(is_replayed=True)).loaded(len(rollout))
+
+    def recorded(
+        self, batches: Sequence[MicroBatch], choices: Sequence[Choices], num_samples: int
+    ) -> StepExperts:
+        """Keeps what routers chose; the micro-batches of those with the same layers have all samples."""
+        routes: dict[int, np.ndarray] = {}
+        if self.same_layers is not None:
+            own = routes_by_sample(batches, [each.topk_ids for each in choices], self.share)
+            routes = merge_routes(self.same_layers.gather_objects(own))
+        return StepExperts(self, routes).loaded(num_samples).measured(batches, choices)
+
+
+@dataclass(frozen=True)
+class StepExperts:
+    """The experts of a step's samples on this rank: `routes` int [prompt + completion - 1, L, K] of each sample, in the
+    L layers of its `stage`; empty where there are none."""
+
+    stage: StageExperts
+    routes: Mapping[int, np.ndarray]
+    statistics: ExpertStatistics = ExpertStatistics()
+
+    def _with(self, **figures: Any) -> StepExperts:
+        return replace(self, statistics=replace(self.statistics, **figures))
+
+    def loaded(self, num_samples: int) -> StepExperts:
+        """Measures the load of all samples; all ranks together."""
+        load = self.load(range(num_samples))
+        return self._with(load_max=load_of_fullest(load)) if load.size else self
+
+    def measured(self, batches: Sequence[MicroBatch], choices: Sequence[Choices]) -> StepExperts:
+        """Adds up the margins of choices for all samples."""
+        if not routing(self.stage.moe).has_rest:
+            return self
+        pairs = zip(batches, choices, strict=bool(choices))
+        own = (margins_of(batch, each.margins, self.stage.share) for batch, each in pairs)
+        return self._with(margins=sum(own, Margins()))
+
+    def compared(
+        self, inputs: Sequence[ExpertInputs] | None, choices: Sequence[Choices]
+    ) -> StepExperts:
+        """Counts what routers chose while `inputs` were computed, if these are the generator's."""
+        own = self.statistics
+        if not own.is_replayed or inputs is None:
+            return self
+        counts = (
+            count_choices(c.topk_ids, i.topk_ids) for i, c in zip(inputs, choices, strict=True)
+        )
+        compared, changed = np.sum([*counts], 0).tolist()
+        return self._with(compared=own.compared + compared, changed=own.changed + changed)
+
+    def load(self, members: Sequence[int]) -> np.ndarray:
+        """Returns load_by_expert of samples `members`, of which each rank counts a part; all ranks together."""
+        stage, number, routes = self.stage, self.stage.moe.num_experts, self.routes
+        if isinstance(routes, FetchedArrays):
+            load = np.zeros(stage.num_layers * number, np.int64)
+            for segment, times in routes.owned(members):
+                load += times * load_by_expert([segment], stage.num_layers, number).reshape(-1)
+            return stage.world.sum_array(load).reshape(-1, number)[stage.layers]
+        group = stage.same_layers
+        if group is None:
+            return np.zeros((0, number), np.int64)
+        own = (routes[i] for i in members[group.index :: group.size])
+        return np.sum(group.gather_objects(load_by_expert(own, len(stage.layers), number)), 0)
+
+    def inputs(
+        self,
+        batches: Sequence[MicroBatch],
+        members: Sequence[int] | None = None,
+        scale: float = 1.0,
+    ) -> list[ExpertInputs] | None:
+        """Plans micro-batches; None where the stage has no layers with experts. All ranks together.
+
+        With `members`, the samples of an update, experts are balanced, by a loss `scale` times as large.
+        """
+        stage, moe, routes = self.stage, self.stage.moe, self.routes
+        if isinstance(routes, FetchedArrays):
+            own_rows = (row for batch in batches for row in batch.rows)
+            routes.fetch(placed.sample for row in own_rows for placed in row)
+        factors = None
+        if members is not None and moe.balance_coef > 0:
+            coef = moe.balance_coef * scale / stage.num_layers
+            factors = balance_factors(self.load(members), moe.per_token, coef)
+        if not routes:
+            return None
+        sizes = len(stage.layers), moe.per_token
+        ids = [routes_of(batch, routes, sizes, stage.share) for batch in batches]
+        if stage.spread.size == 1:
+            plans = [plan_experts(own, moe.num_experts) for own in ids]
+        else:
+            counts = np.stack([rows_by_expert(own, moe.num_experts) for own in ids])
+            sent = np.stack(stage.group.gather_objects(counts))
+            rows = capacity(sent, stage.spread, ids[0][0].size)
+            plans = [plan_spread(own, sent[:, i], stage.spread, rows) for i, own in enumerate(ids)]
+        if factors is None:
+            return plans
+        balances = [balance(batch, factors, stage.share) for batch in batches]
+        return [own._replace(balance=b) for own, b in zip(plans, balances, strict=True)]
+
+
+def count_choices(chosen: np.ndarray, topk_ids: np.ndarray) -> np.ndarray:
+    """Counts tokens of layers that have `topk_ids` int [L, N, K], and those for which others are `chosen`: int64 [2].
+
+    The order of a token's experts does not count.
+    """
+    is_token = (topk_ids >= 0).all(-1)
+    differs = (np.sort(chosen, -1) != np.sort(topk_ids, -1)).any(-1)
+    return np.array([is_token.sum(), (is_token & differs).sum()], np.int64)
+
+
+def routes_by_sample(
+    batches: Sequence[MicroBatch], recorded: Sequence[np.ndarray], share: TokenShare = ALL_TOKENS
+) -> dict[int, np.ndarray]:
+    """Splits routes [L, N, K] of each micro-batch, or of a share of it, by sample: int16 [prompt + completion - 1, L,
+    K].
+
+    NO_EXPERT is at tokens that other ranks have, which share the rows.
+    """
+    samples: dict[int, np.ndarray] = {}
+    for batch, routes in zip(batches, recorded, strict=True):
+        layers, _, slots = routes.shape
+        whole = np.full((*batch.positions.shape, layers, slots), NO_EXPERT, np.int16)
+        own = np.full((batch.tokens.size, layers, slots), NO_EXPERT, np.int16)
+        own[share.within(len(own))] = np.moveaxis(routes, 0, 1)
+        own = own.reshape(*batch.tokens.shape, layers, slots)
+        whole[np.arange(len(whole))[:, None], batch.own_columns] = own
+        for number, row in enumerate(batch.rows):
+            for placed in row:
+                samples[placed.sample] = whole[number, placed.inputs]
+    return samples
+
+
+def merge_routes(by_rank: Iterable[Mapping[int, np.ndarray]]) -> dict[int, np.ndarray]:
+    """Merges the routes by sample of ranks with the same layers."""
+    merged: dict[int, np.ndarray] = {}
+    for routes in by_rank:
+        for sample, own in routes.items():
+            merged[sample] = np.maximum(merged[sample], own) if sample in merged else own
+    return merged
+
+
+def load_by_expert(routes: Iterable[np.ndarray], layers: int, num_experts: int) -> np.ndarray:
+    """Counts each expert's tokens in samples with `routes` [tokens, L, K]: int64 [L, E]."""
+    load = np.zeros(layers * num_experts, np.int64)
+    first = np.arange(layers)[:, None] * num_experts
+    for own in routes:
+        load += np.bincount((own + first)[own >= 0], minlength=load.size)
+    return load.reshape(layers, num_experts)
+
+
+def load_of_fullest(load: np.ndarray) -> float:
+    """Returns how many tokens the fullest expert of any layer has, as a multiple of its layer's mean: 1 or more."""
+    return float((load.max(1) / np.maximum(load.mean(1), 1.0 / load.shape[1])).max())
+
+
+def balance_factors(load: np.ndarray, per_token: int, coef: float) -> np.ndarray:
+    """Returns float32 [L, E], factors of experts' probabilities, summed over tokens, in a loss that balances experts.
+
+    The loss of a layer is coef E sum_e f_e P_e, f_e the share of T tokens that are sent to e and P_e the mean of e's
+    probability, over all samples of an update (arXiv:2101.03961, equation 4). `load` [L, E] is load_by_expert of them.
+    """
+    tokens = load.sum(1, keepdims=True) / per_token
+    return (coef * load.shape[1] * load / np.maximum(tokens, 1) ** 2).astype(np.float32)
+
+
+def balance(batch: MicroBatch, factors: np.ndarray, share: TokenShare = ALL_TOKENS) -> np.ndarray:
+    """Returns float32 [L, N + E]: how many samples each of a micro-batch's tokens, or of a share of them, is of; and
+    the `factors` [L, E]."""
+    return np.concatenate([np.tile(_repeats(batch, share), (len(factors), 1)), factors], 1)
+
+
+def _repeats(batch: MicroBatch, share: TokenShare) -> np.ndarray:
+    """Counts the samples that each of a micro-batch's tokens, or of a share of them, is of: float32 [N]."""
+    whole = np.zeros(batch.positions.shape, np.float32)
+    for number, row in enumerate(batch.rows):
+        for placed in row:
+            whole[number, placed.inputs] += 1
+    own = batch.own(whole)
+    return own[share.within(own.size)]
+
+
+def margins_of(batch: MicroBatch, margins: np.ndarray, share: TokenShare = ALL_TOKENS) -> Margins:
+    """Adds up `margins` [L, N] of a micro-batch's tokens, or of a share of them."""
+    repeats = _repeats(batch, share)
+    own = margins[:, repeats > 0].astype(np.float64)
+    total = float((own @ repeats[repeats > 0]).sum())
+    return Margins(total, len(own) * float(repeats.sum()), float(own.min(initial=np.inf)))
+
+
+def routes_of(
+    batch: MicroBatch,
+    samples: Mapping[int, np.ndarray],
+    sizes: tuple[int, int],
+    share: TokenShare = ALL_TOKENS,
+) -> np.ndarray:
+    """Returns the routes of a micro-batch's tokens, or of a share of them, from those of its samples: int32 [L, N, K].
+
+    `sizes` are L and K: a micro-batch may have no samples.
+    """
+    layers, slots = sizes
+    whole = np.full((*batch.positions.shape, layers, slots), NO_EXPERT, np.int32)
+    for number, row in enumerate(batch.rows):
+        # A prompt's are those of its first sample.
+        for placed in reversed(row):
+            whole[number, placed.inputs] = samples[placed.sample]
+    own = batch.own(whole)
+    return np.ascontiguousarray(np.moveaxis(own[share.within(len(own))], 1, 0))
