@@ -23,6 +23,7 @@ PACKAGE = ROOT / "mindgrpo"
 # Rooms and root modules of mindgrpo/, lowest first: each may import itself and what stands before it.
 ROOMS = (
     "errors",
+    "processes",
     "strict_files",
     "user_code",
     "parallel",
@@ -56,6 +57,7 @@ ROOMS = (
 MAX_ROOT_MODULES = 6
 WITHOUT_MINDSPORE = (
     "errors",
+    "processes",
     "strict_files",
     "health",
     "config",
