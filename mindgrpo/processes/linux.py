@@ -123,7 +123,7 @@ def shared_files_of(processes: Iterable[int]) -> list[str]:
 def remove_left_behind(paths: Iterable[str | Path]) -> None:
     """Removes files and folders; those that are gone, or another user's, are left out."""
     for path in map(Path, paths):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):
