@@ -9,7 +9,7 @@ from dataclasses import replace
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.algorithm.sample import NOTHING_CARRIED, CarriedOver
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.errors import UserError
@@ -40,7 +40,6 @@ from mindgrpo.rollout.partial import PartialRollouts, PartialSettings
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard
