@@ -23,6 +23,7 @@ from mindgrpo.algorithm.sample import (
     collect,
 )
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.models.decoder import KEEP_ALL
@@ -35,7 +36,6 @@ from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import ToolAnswer, load_tools
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weights.pretrained import load_weights
 

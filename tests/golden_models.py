@@ -23,6 +23,7 @@ from mindgrpo.algorithm.packing import (
 )
 from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
@@ -30,7 +31,6 @@ from mindgrpo.models.pipeline import by_sample
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
 from mindgrpo.weights.local_weights import Weights

@@ -22,12 +22,12 @@ from ascend_doubles import DOUBLES, eager
 from docstring_types import check_types
 from mindspore import Parameter, Tensor, mint, nn, ops
 
+from mindgrpo.backend.arithmetic.device import AdamWCell
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels import ascend
 from mindgrpo.backend.kernels.ascend import AscendKernels, AscendOps
-from mindgrpo.backend.kernels.shapes import Heads
+from mindgrpo.backend.kernels.shapes import AdamWSettings, Heads
 from mindgrpo.doctor.probes.kernel_cases import AttentionToCache
-from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell
 
 REAL = AscendOps()
 NAMES = [field.name for field in fields(AscendOps)]
@@ -138,7 +138,7 @@ def train(kernels: AscendKernels) -> Any:
 def optimize(kernels: AscendKernels) -> Any:
     weight, first, second = (Parameter(zeros(DIM), name) for name in ("weight", "first", "second"))
     settings = AdamWSettings(0.9, 0.95, 1e-8, 0.1)
-    cell = _AdamWCell(
+    cell = AdamWCell(
         [(weight, Parameter(zeros(DIM), "gradient"), first, second, True)], settings, kernels
     )
     return cell(Tensor(1.0), *kernels.adamw_inputs(settings.at(1, 1e-3, 1.0)))

@@ -19,12 +19,20 @@ from graph_census import Census, aclnn_primitives, aicpu_primitives, by_primitiv
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.estimators import AlgorithmConfig
+from mindgrpo.backend.arithmetic.contract import ShardedTensor
+from mindgrpo.backend.arithmetic.device import (
+    AdamWCell,
+    GatherOfShares,
+    OwnRows,
+    RoundCell,
+    SumOfShares,
+)
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import AloneGroup, Backend, Group
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.group_cells import ScatterBySum
 from mindgrpo.backend.kernels.ascend import AscendKernels
-from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder import (
     KEEP_ALL,
@@ -41,16 +49,8 @@ from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.seconds import FUSED
 from mindgrpo.rollout.embedded.plain import Decode, MarkSeen, Prefill
-from mindgrpo.training.gradient_sync import DeviceGradientSync
-from mindgrpo.training.optimizer import AdamWSettings, _AdamWCell, _RoundCell
-from mindgrpo.training.optimizer_shares import (
-    OwnRows,
-    ShardedTensor,
-    SumOfShares,
-    _GatherOfShares,
-    by_group,
-    sharded_tensors,
-)
+from mindgrpo.training.gradient_sync import GradientSync
+from mindgrpo.training.optimizer_shares import sharded_tensors
 from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.checksum import _SumsOfColumns
 from mindgrpo.weights.local_weights import Weights
@@ -177,6 +177,11 @@ class Model:
     def sharded(self) -> tuple[ShardedTensor, ...]:
         return sharded_tensors(self.layout, self.rank)
 
+    def shared(self) -> tuple[list[ShardedTensor], Group]:
+        """Tensors of which there is a share, and the ranks that have one."""
+        tensors = [tensor for tensor in self.sharded if tensor.blocks]
+        return tensors, self.device.group(tensors[0].ranks)
+
     def trained(self) -> Trained:
         return Trained(self.weights.parameters, self.role("gradients").parameters)
 
@@ -301,7 +306,7 @@ def optimizer(device: Backend, layers: int) -> Any:
     ]
     settings = AdamWSettings(0.9, 0.95, 1e-8, 0.01)
     inputs = device.kernels.adamw_inputs(settings.at(1, 1e-3, 0.5))
-    cell = _AdamWCell(tensors, settings, device.kernels)
+    cell = AdamWCell(tensors, settings, device.kernels)
     return cell(Tensor(0.5, ms.float32), *inputs)
 
 
@@ -315,37 +320,39 @@ def optimizer_of_shares(device: Backend, layers: int) -> Any:
     ]
     settings = AdamWSettings(0.9, 0.95, 1e-8, 0.01)
     inputs = device.kernels.adamw_inputs(settings.at(1, 1e-3, 0.5))
-    cell = _AdamWCell(tensors, settings, device.kernels, OwnRows(model.sharded))
+    cell = AdamWCell(tensors, settings, device.kernels, OwnRows(model.sharded))
     return cell(Tensor(0.5, ms.float32), *inputs)
 
 
 def sum_of_shares(device: Backend, layers: int) -> Any:
     model = Model(device, layers, data=4)
-    ((group, tensors),) = by_group(model.sharded, device)
-    return SumOfShares(tensors, model.role("gradients"), group)(zeros(1, dtype=np.float32))
+    tensors, group = model.shared()
+    gradients = model.role("gradients").stored
+    return SumOfShares(tensors, gradients, group)(zeros(1, dtype=np.float32))
 
 
 def norm_of_shares(device: Backend, layers: int) -> Any:
     model = Model(device, layers, data=4)
-    return DeviceGradientSync(model.role("gradients"), device, model.sharded)._norm()
+    return GradientSync(model.role("gradients"), device, model.sharded)._norm()
 
 
 def weights_of_shares(device: Backend, layers: int) -> Any:
     model = Model(device, layers, data=4)
     masters = model.role("masters", is_sharded=True)
-    ((group, tensors),) = by_group(model.sharded, device)
-    return _GatherOfShares(tensors, masters, model.weights, group)(zeros(1, dtype=np.float32))
+    tensors, group = model.shared()
+    cell = GatherOfShares(tensors, masters.stored, model.weights.stored, group)
+    return cell(zeros(1, dtype=np.float32))
 
 
 def gradient_norm(device: Backend, layers: int) -> Any:
-    return DeviceGradientSync(Model(device, layers).role("gradients"), device).sum()
+    return GradientSync(Model(device, layers).role("gradients"), device).sum()
 
 
 def rounded_weights(device: Backend, layers: int) -> Any:
     model = Model(device, layers)
     roles = model.role("masters"), model.weights
     pairs = [[role.parameters[entry.key] for entry in role.fused] for role in roles]
-    return _RoundCell(*pairs)(Tensor(0.5, ms.float32))
+    return RoundCell(*pairs)(Tensor(0.5, ms.float32))
 
 
 def checksum(device: Backend, layers: int) -> Any:

@@ -20,7 +20,7 @@ from test_launch_script import STAND_IN, environment, launch, program
 from test_launch_signals import SAVES
 from test_restarts import SLEEPER, Started
 
-from mindgrpo.health.processes import is_alive
+from mindgrpo.processes.linux import is_alive
 
 NOBODY = 65534
 

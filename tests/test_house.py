@@ -23,6 +23,7 @@ PACKAGE = ROOT / "mindgrpo"
 # Rooms and root modules of mindgrpo/, lowest first: each may import itself and what stands before it.
 ROOMS = (
     "errors",
+    "processes",
     "strict_files",
     "settings",
     "user_code",
@@ -58,6 +59,7 @@ MAX_ROOT_MODULES = 6
 WITHOUT_MINDSPORE = (
     "errors",
     "settings",
+    "processes",
     "strict_files",
     "health",
     "config",

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from fake_pythons import fake_python
 
-from mindgrpo.health.processes import is_alive
 from mindgrpo.launch.fork_server import FIRST_COMPILE, FIRST_RENDERING
+from mindgrpo.processes.linux import is_alive
 
 ROOT = Path(__file__).resolve().parent.parent
 

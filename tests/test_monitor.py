@@ -254,7 +254,7 @@ def test_a_picture_and_a_page_whose_process_cannot_be_started_end_no_run(
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     for module in (curve, write):
-        monkeypatch.setattr(module, "start_program", refuses)
+        monkeypatch.setattr(module, "FunctionCall", refuses)
     monkeypatch.setattr(curve, "SECONDS_BETWEEN_PICTURES", 0.0)
     drawing = CurveProcess(tmp_path / "metrics.jsonl", tmp_path / "reward_curve.png")
     drawing.draw_sometimes({})

@@ -13,21 +13,21 @@ import pytest
 from ascend_doubles import fused
 from mindspore import Tensor, nn
 
+from mindgrpo.backend.arithmetic.contract import Columns, Stored
+from mindgrpo.backend.arithmetic.device import TENSORS_OF_LOOP, SumOfColumns, SumOfTensors
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.dtypes import Dtype
+from mindgrpo.backend.host_pool import HostPool
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.backend.targets import choose_target
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.gradient_sync import _Columns as Columns
-from mindgrpo.training.gradient_sync import _SumOfColumns as SumOfColumns
-from mindgrpo.training.gradient_sync import _SumOfTensors as SumOfTensors
-from mindgrpo.training.optimizer import AdamW, AdamWSettings
-from mindgrpo.training.optimizer_shares import TENSORS_OF_LOOP
+from mindgrpo.training.optimizer import AdamW
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random
 
@@ -247,8 +247,9 @@ def test_a_sum_over_ranks_is_of_the_ranges_of_columns_alone(
     given = [draw.normal(size=own).astype(np.float32) for own in (shape, (3, 5))]
     parameters = [ms.Parameter(Tensor(array), name=f"p{i}") for i, array in enumerate(given)]
     second = ((0, 5),) if len(ranges) == 1 and ranges[0] == (0, shape[-1]) else ((1, 4),)
+    pool = HostPool(0)
     columns = [
-        Columns(parameter, array.shape, own)
+        Columns(Stored(pool, 0, array.shape, parameter), own)
         for parameter, array, own in zip(parameters, given, (ranges, second), strict=True)
     ]
     kind = SumOfTensors if columns[0].is_whole else SumOfColumns

@@ -15,7 +15,7 @@ from tables import each_row
 
 from mindgrpo.backend.connect import refuse_other_launchers
 from mindgrpo.errors import UserError
-from mindgrpo.health.processes import STATUS_VARIABLE
+from mindgrpo.processes.job import STATUS_VARIABLE
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -21,7 +21,7 @@ from mindgrpo.backend.cpu.host import LocalRanks
 from mindgrpo.backend.cpu.shared_group import shared_group
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.errors import UserError
-from mindgrpo.launch.processes import remove_shared_files
+from mindgrpo.processes.job import remove_shared_files
 from mindgrpo.run.trl_arguments import with_arguments
 
 ROOT = Path(__file__).resolve().parent.parent

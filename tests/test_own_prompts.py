@@ -24,7 +24,7 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import FAILED, Request, Rollout, Sample, TrainBatch
 from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.cpu.backend import CpuBackend
-from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.data.prompts import PromptForm
 from mindgrpo.data.tokenizer import load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
@@ -43,7 +43,6 @@ from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.environment import EnvironmentTurns
 from mindgrpo.rollout.replicas import Replicas
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.pretrained import fill_random

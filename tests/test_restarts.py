@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 from test_launch_script import BOTH_WAYS, ROOT, environment, launch, program
 
-from mindgrpo.health.processes import is_alive
 from mindgrpo.launch.launcher import Restarts
 from mindgrpo.launch.options import read_options
+from mindgrpo.processes.linux import is_alive
 
 # A run that tells where it writes, and comes one step further with each start unless told otherwise.
 RUN = """

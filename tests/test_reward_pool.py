@@ -21,7 +21,7 @@ import pytest
 from tables import each_row
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.processes import is_alive
+from mindgrpo.processes.linux import is_alive
 from mindgrpo.rewards.executors import ISOLATED_GRACE, Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
@@ -82,7 +82,7 @@ def test_hostile_rewards_cost_their_samples_only(scorer: Callable[..., Scorer]) 
         assert np.flatnonzero(scores.failed).tolist() == [3]
         assert set(scores.messages) == set(kinds)
     assert "in sleeps at" in scores.messages["sleeps"]
-    assert "exited with status 3" in scores.messages["exits"]
+    assert "ended with status 3" in scores.messages["exits"]
 
 
 @pytest.fixture
@@ -223,8 +223,8 @@ def test_a_worker_that_is_killed_between_steps_is_replaced(scorer: Callable[...,
     ("source", "said"),
     [
         ("import time\ndef f(completions):\n    time.sleep(10**9)", "no answer within 0.7 s"),
-        ("import os\ndef f(completions):\n    os._exit(4)", "exited with status 4"),
-        ("import os\nos._exit(5)", "exited with status 5 while loading it"),
+        ("import os\ndef f(completions):\n    os._exit(4)", "ended with status 4"),
+        ("import os\nos._exit(5)", "ended with status 5 while loading it"),
         ("import os\nprint('no model')\nos._exit(5)", r"\(no model\)"),
         ("def f(completions):\n    return 1.0", "returned a float; it must return"),
         ("def f(completions, level):\n    return [1.0]", "wants 'level'"),

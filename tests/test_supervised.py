@@ -22,6 +22,7 @@ from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import TrainBatch
 from mindgrpo.algorithm.surrogates import LossConfig
 from mindgrpo.backend.connect import connect
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.cli.verbs import main
@@ -35,7 +36,6 @@ from mindgrpo.monitor.curve import draw_curve
 from mindgrpo.report.facts import facts
 from mindgrpo.report.run_folder import read_run
 from mindgrpo.run.stop_signals import Stop
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import accumulate_gradients, update
 from mindgrpo.weights.pretrained import load_weights

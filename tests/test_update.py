@@ -23,13 +23,13 @@ from mindgrpo.algorithm.sample import Rollout, TrainBatch
 from mindgrpo.algorithm.surrogates import Tokens
 from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.models.decoder import KEEP_ALL, WHOLE_LAYERS
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weights.pretrained import fill_random

@@ -24,8 +24,8 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.errors import UserError
 from mindgrpo.health.failure import read_failure
-from mindgrpo.health.processes import is_alive
-from mindgrpo.launch.processes import JobProcesses
+from mindgrpo.processes.job import JobProcesses
+from mindgrpo.processes.linux import is_alive
 from mindgrpo.rollout.engine import SeedKey, StaleWeights
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.vllm import process

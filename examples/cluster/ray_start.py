@@ -29,7 +29,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mindgrpo.health.processes import set_parent_death_signal
+from mindgrpo.processes.linux import set_parent_death_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"

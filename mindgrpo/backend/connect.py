@@ -17,7 +17,7 @@ from mindgrpo.backend.dtypes import Dtype, MatmulPrecision, num_product_parts, s
 from mindgrpo.backend.kernels.native import library as native_library
 from mindgrpo.backend.targets import SHARED_MEMORY, Target, open_device
 from mindgrpo.errors import UserError, whole_number
-from mindgrpo.health.processes import STATUS_VARIABLE
+from mindgrpo.processes.job import STATUS_VARIABLE
 
 # Variables for the number of a process and of all processes, by who sets them.
 OTHER_LAUNCHERS = {

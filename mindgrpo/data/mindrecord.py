@@ -8,14 +8,14 @@ process, whose end becomes a sentence.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import resource
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from mindgrpo.data.examples import Example, gold_answer, single_turn
 from mindgrpo.data.messages import messages_of
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
+from mindgrpo.processes.fork import AnsweringChannel, Channel, end_forked, fork
+from mindgrpo.processes.linux import leave_no_core
 from mindgrpo.strict_files import NotJson, parse_json
 from mindgrpo.user_code import limit_memory
 
@@ -41,6 +43,7 @@ ROWS_PER_WRITE = ROWS_PER_MESSAGE = 1000
 # Importing MindSpore, where this process has not, is a part of the first message.
 SECONDS_PER_MESSAGE = 120.0
 MIN_MEMORY_BYTES = 4 << 30
+LONGEST_MESSAGE = 1 << 30
 
 # The name among columns, which no column has, of what to do about a row without a gold answer.
 UNANSWERED = ""
@@ -161,28 +164,28 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise _unreadable(path, "it is no regular file")
     # Forked, so that a rank, which has imported MindSpore, need not wait for it again.
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_rows, args=(path, sender))
-    child.start()
-    sender.close()
-    rows: list[Row] = []
+    ours, theirs = socket.socketpair()
+    child = fork(lambda: _send_rows(path, AnsweringChannel(theirs)), [ours])
+    theirs.close()
+    channel, rows, is_read, how = Channel(ours, LONGEST_MESSAGE), list[Row](), True, ""
     try:
-        while receiver.poll(SECONDS_PER_MESSAGE):
-            message = json.loads(receiver.recv_bytes())
-            if isinstance(message, str):
-                raise _unreadable(path, message)
-            if not message:
+        while True:
+            late = time.monotonic() + SECONDS_PER_MESSAGE
+            while (message := channel.take()) is None and is_read:
+                if not wait([ours], max(0.0, late - time.monotonic())):
+                    raise _unreadable(path, f"no row came for {SECONDS_PER_MESSAGE:g} s")
+                is_read = channel.read()
+            if message is None:
+                break
+            if "failed" in message:
+                raise _unreadable(path, message["failed"])
+            if "done" in message:
                 return rows
-            rows += message
-        raise _unreadable(path, f"no row came for {SECONDS_PER_MESSAGE:g} s")
-    except EOFError:
-        child.join()
-        raise _unreadable(path, f"MindSpore's reader ended with status {child.exitcode}") from None
+            rows += message["rows"]
     finally:
-        child.kill()
-        child.join()
-        receiver.close()
+        channel.close()
+        how = end_forked(child)
+    raise _unreadable(path, f"MindSpore's reader {how}")
 
 
 def _unreadable(path: Path, reason: str) -> UserError:
@@ -192,12 +195,12 @@ def _unreadable(path: Path, reason: str) -> UserError:
     )
 
 
-def _send_rows(path: Path, sender: Connection) -> None:
-    """Runs in the child: sends lists of rows and an empty one, or a text that says what went wrong."""
+def _send_rows(path: Path, channel: AnsweringChannel) -> None:
+    """Runs in the child: sends `rows` and at last `done`, or what `failed`."""
     silence = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):  # MindSpore's own log of the same
         os.dup2(silence, descriptor)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    leave_no_core()
     try:
         from mindspore.mindrecord import FileReader
 
@@ -206,13 +209,13 @@ def _send_rows(path: Path, sender: Connection) -> None:
         num_missing, rows = reader.len(), reader.get_next()
         while batch := list(islice(rows, ROWS_PER_MESSAGE)):
             plain = [{name: _plain(value) for name, value in row.items()} for row in batch]
-            sender.send_bytes(json.dumps(plain).encode())
+            channel.send({"rows": plain})
             num_missing -= len(batch)
         if num_missing:
             raise ValueError(f"{num_missing} rows are missing")
-        sender.send_bytes(b"[]")
+        channel.send({"done": True})
     except Exception as error:  # MindSpore's own kinds
-        sender.send_bytes(json.dumps(_reason(error)).encode())
+        channel.send({"failed": _reason(error)})
 
 
 def _shards(path: Path) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, Literal
 
 from mindgrpo.backend.targets import log_variables
 from mindgrpo.launch.plan import PACKAGE_FOLDER, RUN_VERB
+from mindgrpo.processes.child import Child, describe_code
 
 Status = Literal["ok", "fails", "skipped"]
 ENDED_REMEDY = "the ranks' logs in the archive say more; mend what fails above this line first"
@@ -138,7 +138,7 @@ class JobEnd:
         if self.status == 0:
             return ""
         last = [row for row in self.output.splitlines() if row.startswith("mindgrpo:")]
-        return f"the job ended with status {self.status}" + (f" ({last[-1]})" if last else "")
+        return f"the job {describe_code(self.status)}" + (f" ({last[-1]})" if last else "")
 
 
 def run_job(
@@ -167,16 +167,17 @@ def run_job(
     output = folder / "output.log"
     started = time.monotonic()
     with output.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, *RUN_VERB, *words],
-            env=ours,
-            cwd=working_folder,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        status = _wait(process, deadline, folder)
+        process = Child([sys.executable, *RUN_VERB, *words], ours, log=file, cwd=working_folder)
+        try:
+            status = process.wait_until(time.monotonic() + deadline)
+            if status is None:
+                for own in read_records(folder, len([*folder.glob("rank_*.jsonl")])):
+                    with suppress(ProcessLookupError):
+                        os.kill(own[-1]["pid"], STACKS)
+                time.sleep(STACK_SECONDS)
+        finally:
+            # At the deadline, and where the user stops the doctor: the launcher ends its ranks.
+            process.end(STOP_SECONDS + KILL_SECONDS, signal.SIGTERM)
     text = output.read_text(encoding="utf-8", errors="replace")
     errors = [
         row
@@ -185,24 +186,3 @@ def run_job(
         if "[ERROR]" in row
     ]
     return JobEnd(status, time.monotonic() - started, deadline, text, errors[-40:])
-
-
-def _wait(process: subprocess.Popen[bytes], deadline: float, folder: Path) -> int | None:
-    try:
-        return process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        for own in read_records(folder, len([*folder.glob("rank_*.jsonl")])):
-            with suppress(ProcessLookupError):
-                os.kill(own[-1]["pid"], STACKS)
-        time.sleep(STACK_SECONDS)
-        return None
-    finally:
-        # At the deadline, and where the user stops the doctor: the launcher ends its ranks.
-        if process.poll() is None:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_SECONDS + KILL_SECONDS)
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
@@ -37,7 +37,6 @@ from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
 from mindgrpo.rollout.vllm.engine import VllmEngine
 from mindgrpo.rollout.vllm.settings import vllm_settings
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weight_sync.execute import Resharder
 from mindgrpo.weight_sync.plan import plan_reshard

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mindgrpo.errors import USER_ERROR_STATUS
 from mindgrpo.health.heartbeat import heartbeat_path, read_heartbeat
+from mindgrpo.processes.child import describe_code
 
 SIGKILL = 9
 LONGEST_MESSAGE = 500
@@ -73,11 +74,6 @@ def failure_of_exception(folder: Path, rank: int, error: BaseException, status: 
     follows = any(getattr(link, "is_consequence", False) for link in chain(error))
     remedy = "its traceback is above"
     return RankFailure(rank, time.time(), status, message, remedy, lines, follows)
-
-
-def describe_code(code: int) -> str:
-    """Describes an exit status; `code` is negative for a process that a signal killed."""
-    return f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
 
 
 def failure_of_code(folder: Path, rank: int, code: int, when: float) -> RankFailure:

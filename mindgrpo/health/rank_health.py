@@ -27,7 +27,7 @@ from mindgrpo.health.heartbeat import (
     heartbeats_in,
     read_heartbeat,
 )
-from mindgrpo.health.processes import STATUS_VARIABLE
+from mindgrpo.processes.job import STATUS_VARIABLE
 
 BEAT_SECONDS = 0.5
 # The launcher's processes may learn of a rank's end a little later than the ranks that wait for it.

@@ -16,7 +16,6 @@ from pathlib import Path
 from mindgrpo.errors import USER_ERROR_STATUS
 from mindgrpo.health.failure import (
     RankFailure,
-    describe_code,
     failure_of_code,
     first_failure,
     position_of,
@@ -26,6 +25,7 @@ from mindgrpo.health.heartbeat import heartbeats_in
 from mindgrpo.health.watchdog import is_silent
 from mindgrpo.launch.log_follower import FollowedFile
 from mindgrpo.launch.options import Options
+from mindgrpo.processes.child import describe_code
 
 NUM_LAST_LINES = 30
 NUM_MSRUN_LINES = 20

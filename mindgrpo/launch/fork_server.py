@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import json
 import os
 import selectors
@@ -19,13 +20,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mindgrpo.health.failure import failure_of_code, write_failure
-from mindgrpo.health.processes import end_with_parent, set_parent_death_signal
 from mindgrpo.launch import worker
 from mindgrpo.launch.plan import has_config
-from mindgrpo.launch.processes import remove_shared_files
+from mindgrpo.processes.fork import fork
+from mindgrpo.processes.job import remove_shared_files
+from mindgrpo.processes.linux import set_parent_death_signal
 
 PARENT_CHECK_SECONDS = 0.5
 # Imported when a rank renders its first prompt.
@@ -39,13 +41,8 @@ FIRST_COMPILE = (
 )
 
 
-def start_building() -> None:
-    """Builds the C kernels, where they are not there yet, beside the imports; who needs them waits for it."""
-    if os.fork() == 0:
-        from mindgrpo.backend.kernels.native.library import library_path
-
-        library_path()
-        os._exit(0)
+def build_kernels() -> None:
+    importlib.import_module("mindgrpo.backend.kernels.native.library").library_path()
 
 
 def num_threads() -> int:
@@ -74,7 +71,7 @@ def import_for_ranks(arguments: list[str]) -> bool:
         return False  # the launcher's check prints it
     for name in ("mindgrpo.trainer", FIRST_RENDERING, *FIRST_COMPILE):
         importlib.import_module(name)
-    importlib.import_module("mindgrpo.backend.kernels.native.library").library_path()
+    build_kernels()
     return num_threads() == threads
 
 
@@ -92,12 +89,6 @@ class ForkServer:
         self._workers: dict[int, tuple[socket.socket, tuple[Path, int] | None]] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(channel, selectors.EVENT_READ, self._fork)
-        self._wake, wakes = socket.socketpair()
-        wakes.setblocking(False)
-        self._wakes = wakes
-        self._selector.register(self._wake, selectors.EVENT_READ, self._collect)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wakes.fileno())
 
     def serve(self) -> None:
         """Serves until every process has been forked and has ended, or the launcher has."""
@@ -123,22 +114,17 @@ class ForkServer:
         connection = socket.socket(fileno=connections)
         with open(request_file) as file:
             request = json.load(file)
-        server = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            others = (other for other, _ in self._workers.values())
-            for own in (self._channel, self._wake, self._wakes, connection, *others):
-                own.close()
-            self._selector.close()
-            end_with_parent(server)
-            become_process(request, standard)
+        opened = [key.fileobj for key in self._selector.get_map().values()]
+        closing: list[Any] = [self._channel, self._selector, connection, *opened]
+        pid = fork(lambda: become_process(request, standard), closing)
         for descriptor in standard:
             os.close(descriptor)
         with suppress(OSError):  # here and below: the worker may have ended
             connection.sendall(b"\0")
         of_rank = worker.status_of_rank(request["environment"]) if request["is_rank"] else None
         self._workers[pid] = (connection, of_rank)
+        process = io.FileIO(os.pidfd_open(pid))
+        self._selector.register(process, selectors.EVENT_READ, lambda: self._end(pid, process))
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._pass_on(pid))
 
     def _pass_on(self, pid: int) -> None:
@@ -152,19 +138,10 @@ class ForkServer:
         if not received:
             self._selector.unregister(connection)
 
-    def _collect(self) -> None:
-        self._wake.recv(64)
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._workers:
-                self._end(pid, os.waitstatus_to_exitcode(status))
-
-    def _end(self, pid: int, code: int) -> None:
+    def _end(self, pid: int, process: io.FileIO) -> None:
+        self._selector.unregister(process)
+        process.close()
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         connection, of_rank = self._workers.pop(pid)
         if code and of_rank is not None and not (of_rank[0] / "ending").exists():
             write_failure(*of_rank, failure_of_code(*of_rank, code, time.time()))
@@ -174,14 +151,11 @@ class ForkServer:
             connection.sendall(b"%d\n" % code)
 
 
-def become_process(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+def become_process(request: dict[str, Any], descriptors: list[int]) -> None:
     """Turns this process, just forked, into the rank, or the other process, that was asked for."""
-    os.setsid()
-    # As launcher.start_process has it: of a cluster's signals to all processes of a job, ranks alone take notice.
-    ending = signal.SIG_DFL if request["is_rank"] else signal.SIG_IGN
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, ending)
+    if not request["is_rank"]:  # as launcher.start_process has it
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for target, descriptor in enumerate(descriptors):
         os.dup2(descriptor, target)
@@ -202,9 +176,16 @@ def main() -> None:
     _, num_processes, *arguments = sys.argv
     launcher = os.getppid()
     channel = worker.take_standard_input()
-    start_building()
+    if channel is None:
+        return
+    # Beside the imports; who needs them waits for it.
+    builder = fork(build_kernels, [channel])
     gc.disable()
-    if channel is None or not import_for_ranks(arguments):
+    may_fork = import_for_ranks(arguments)
+    if not may_fork:
+        channel.close()
+    os.waitpid(builder, 0)
+    if not may_fork:
         return
     # From here on it looks for itself: who is killed with the launcher cannot tidy up.
     set_parent_death_signal(0)

@@ -17,19 +17,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from mindgrpo.errors import UserError, counted
 from mindgrpo.health.heartbeat import LiveLine, heartbeat_path, heartbeats_in, read_heartbeat
-from mindgrpo.health.processes import STOPPING
 from mindgrpo.health.rank_health import resuming
 from mindgrpo.launch import exit_report
 from mindgrpo.launch.exit_report import ClusterWatch, worker_log
 from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.launch.options import JOB_PORTS, Options
-from mindgrpo.launch.plan import JobPlan, LocalHost, make_plan
-from mindgrpo.launch.processes import JobProcesses, start_process
+from mindgrpo.launch.plan import JobPlan, LocalHost, PlannedProcess, make_plan
 from mindgrpo.launch.worker import MSRUN, request_fork
+from mindgrpo.processes.child import Child
+from mindgrpo.processes.job import JobProcesses
+from mindgrpo.processes.linux import STOPPING
 
 POLL_SECONDS = 0.2
 # How long what is left of a job may take to end by itself once a rank has failed.
@@ -82,6 +83,24 @@ def show(*lines: str) -> None:
 
 def say(sentence: str) -> None:
     show(f"mindgrpo: {sentence}")
+
+
+def start_process(process: PlannedProcess, stdin: Any = subprocess.DEVNULL) -> Child:
+    """Starts it. Where a cluster's scheduler signals every process of a job to end, only the launcher and the ranks,
+    which listen again, take it as meant for them."""
+
+    def ignore_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+
+    log = 2 if process.log is None else os.open(process.log, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        return Child(
+            process.command, process.environment, prepare=ignore_signals, log=log, stdin=stdin
+        )
+    finally:
+        if process.log is not None:
+            os.close(log)
 
 
 class CheckFailed(Exception):
@@ -190,7 +209,7 @@ class Job:
             return None
         return int(answer.strip(b"\0\n")) if answer.endswith(b"\n") else None
 
-    def _wait(self, main: subprocess.Popen[bytes]) -> int | None:
+    def _wait(self, main: Child) -> int | None:
         """Waits for the main process and returns its exit code; None for a signal to this one."""
         failed_at = None
         several = self._options.hosts.num_hosts > 1
@@ -218,7 +237,7 @@ class Job:
         except OSError:
             return False
 
-    def _stop(self, main: subprocess.Popen[bytes] | None) -> None:
+    def _stop(self, main: Child | None) -> None:
         """Tells the ranks to end, and waits for them until there is a second signal."""
         if main is None:
             return

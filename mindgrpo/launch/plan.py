@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindgrpo.errors import counted
-from mindgrpo.health.processes import STATUS_VARIABLE
 from mindgrpo.health.rank_health import PREFIX_VARIABLE
 from mindgrpo.launch.options import Options, cluster_variables, has_config
+from mindgrpo.processes.job import STATUS_VARIABLE
 
 SET_HERE_VARIABLE = "MINDGRPO_DEFAULTS"
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]

@@ -28,8 +28,9 @@ from types import FrameType
 from typing import NoReturn
 
 from mindgrpo.errors import UserError, escape_what_cannot_be_shown, print_user_error, show
-from mindgrpo.health.processes import STATUS_VARIABLE, STOPPING, end_with_parent
 from mindgrpo.launch.options import VERBS, set_for_rank
+from mindgrpo.processes.job import STATUS_VARIABLE
+from mindgrpo.processes.linux import STOPPING, end_with_parent
 
 # Runs the verb that sys.argv begins with: one of these.
 VERBS_THAT_RUN = (*VERBS, "check")

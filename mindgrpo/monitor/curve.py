@@ -7,7 +7,6 @@ memory a step, and a quarter of the time of a small step.
 from __future__ import annotations
 
 import math
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.monitor.child_program import end_program, start_program, wait_for_program
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.processes.child import FunctionCall
 
 Points = tuple[list[int], list[float]]
 
@@ -133,7 +132,7 @@ class CurveProcess:
 
     def __init__(self, metrics: Path, picture: Path) -> None:
         self._metrics, self._picture = metrics, picture
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: FunctionCall | None = None
         self._started = time.monotonic()
 
     def draw_sometimes(self, before: Mapping[str, float | None]) -> None:
@@ -148,20 +147,20 @@ class CurveProcess:
         """Draws the steps so far and waits for it; returns a sentence if that failed."""
         self._close()
         try:
-            why = wait_for_program(self._start(before), LONGEST_DRAWING)
+            why = self._start(before).failure(LONGEST_DRAWING)
         except OSError as error:
             why = f"its process cannot be started ({error.strerror})"
         return None if why is None else f"{self._picture} was not drawn: {why}"
 
     def _close(self) -> None:
         if self._process is not None:
-            end_program(self._process)
+            self._process.end()
             self._process = None
 
-    def _start(self, before: Mapping[str, float | None]) -> subprocess.Popen[bytes]:
+    def _start(self, before: Mapping[str, float | None]) -> FunctionCall:
         self._started = time.monotonic()
         files = {"metrics": str(self._metrics), "picture": str(self._picture)}
-        self._process = start_program(
+        self._process = FunctionCall(
             "mindgrpo.monitor.curve:draw_curve", {**files, "before": dict(before)}
         )
         return self._process

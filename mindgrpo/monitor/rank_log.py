@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from mindgrpo.health.processes import STATUS_VARIABLE
+from mindgrpo.processes.job import STATUS_VARIABLE
 
 NAME = re.compile(r"worker_\d+\.log")
 OUTPUT, ERRORS = 1, 2

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
+from mindgrpo.backend.arithmetic.device import BUCKET_BYTES
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
@@ -25,7 +26,6 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.activations import activation_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
-from mindgrpo.training.optimizer_shares import BUCKET_BYTES
 from mindgrpo.weight_sync.plan import plan_reshard
 from mindgrpo.weight_sync.rounds import device_buffer_bytes
 from mindgrpo.weight_sync.stream import adapters_of, bucket_size, in_model_order, spread

@@ -11,7 +11,7 @@ from typing import Any
 
 import mindgrpo
 from mindgrpo.errors import UserError
-from mindgrpo.monitor.child_program import start_program, wait_for_program
+from mindgrpo.processes.child import FunctionCall
 from mindgrpo.report.facts import clipping, ending, facts, metric_columns, warnings
 from mindgrpo.report.held_out import held_out
 from mindgrpo.report.run_folder import RunFolder, read_run
@@ -128,8 +128,8 @@ def write_at_end(folder: Path) -> tuple[Path, str | None]:
     """Writes the page in a process, so that the rank does not hold what is read; returns its path and why it failed."""
     path = folder / FILE_NAME
     try:
-        process = start_program("mindgrpo.report.write:write_report", {"folders": [str(folder)]})
-        why = wait_for_program(process, LONGEST_WRITING)
+        process = FunctionCall("mindgrpo.report.write:write_report", {"folders": [str(folder)]})
+        why = process.failure(LONGEST_WRITING)
     except OSError as error:
         why = f"its process cannot be started ({error.strerror})"
     return path, None if why is None else f"{path} was not written: {why}"

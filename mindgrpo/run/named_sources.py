@@ -20,7 +20,7 @@ from mindgrpo.data.hub_names import Content, copy_of, hub_name, is_complete, nam
 from mindgrpo.data.hubs import Wanted
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, SplitChoice
 from mindgrpo.errors import UserError
-from mindgrpo.monitor.child_program import start_program
+from mindgrpo.processes.child import FunctionCall, describe_code
 from mindgrpo.rollout.vllm.environment import SET_BY_LAUNCHER
 
 if TYPE_CHECKING:  # `mindgrpo score` needs none
@@ -86,21 +86,20 @@ def _fetched(wanted: Sequence[Wanted], shows_progress: bool) -> list[str]:
         environment |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        process = start_program(
+        process = FunctionCall(
             "mindgrpo.data.hub_download:fetch",
             {"wanted": [asdict(one) for one in wanted], "answer": str(answer)},
+            environment,
             stderr=None if shows_progress else subprocess.DEVNULL,
-            env=environment,
         )
         try:
-            process.wait()
-        except BaseException:
-            process.kill()
-            raise
+            status = process.wait()
+        finally:
+            process.end()
         if not answer.exists():
             raise UserError(
-                f"{wanted[0].key} is {wanted[0].text}, and the process that downloads it ended with status "
-                f"{process.returncode}; what it printed says why."
+                f"{wanted[0].key} is {wanted[0].text}, and the process that downloads it "
+                f"{describe_code(status)}; what it printed says why."
             )
         outcome = json.loads(answer.read_text(encoding="utf-8"))
     if "error" in outcome:

@@ -18,7 +18,7 @@ from types import FrameType
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.errors import is_interactive
-from mindgrpo.health.processes import STOPPING
+from mindgrpo.processes.linux import STOPPING
 
 Handler = Callable[[int, FrameType | None], object]
 

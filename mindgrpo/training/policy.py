@@ -12,6 +12,7 @@ from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.expert_plan import ExpertInputs
@@ -19,7 +20,7 @@ from mindgrpo.models.lora import LoraSettings, adapter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, Predictions, StageChunk, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.optimizer import AdamW, AdamWSettings
+from mindgrpo.training.optimizer import AdamW
 from mindgrpo.training.pipeline import forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.expert_files import BIAS, addends

@@ -15,10 +15,10 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from mindspore import ops
 
+from mindgrpo.backend.arithmetic.contract import Stored
 from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
-from mindgrpo.backend.dtypes import Dtype, device_bits, mindspore_dtype
+from mindgrpo.backend.dtypes import Dtype, device_bits
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
 
 
@@ -53,29 +53,6 @@ class FusedTensor:
         for spec, width in zip(self.specs, self.widths, strict=True):
             yield spec, start, width
             start += width
-
-
-@dataclass(frozen=True)
-class FlatRange:
-    """Neighbouring tensors of a pool that decay alike and whose gradients are summed over the same data axes.
-
-    `start` and `size` in elements.
-    """
-
-    decay: bool
-    data_axes: frozenset[str]
-    start: int
-    size: int
-
-
-def flat_ranges(stored: Sequence[FusedTensor]) -> tuple[FlatRange, ...]:
-    """Returns the ranges that tensors in the order of `arrange` make up."""
-    ranges = []
-    for (decay, axes), run in groupby(stored, lambda entry: (entry.decay, entry.data_axes)):
-        tensors = list(run)
-        size = sum(entry.size for entry in tensors)
-        ranges.append(FlatRange(decay, axes, tensors[0].offset, size))
-    return tuple(ranges)
 
 
 def arrange(layout: Layout, rank: int) -> tuple[FusedTensor, ...]:
@@ -155,7 +132,8 @@ class WeightArrays:
     """Arrays of `layout` on `rank`, in host memory.
 
     `tensors[key]` as stored; `hf_views[name]` [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `flat_buffers[i]` the memory of `ranges[i]`, one-dimensional.
+    Hugging Face tensor; `flat_buffers` the memory of neighbours that decay alike and
+    whose gradients are summed over the same data axes, one-dimensional.
     """
 
     def __init__(
@@ -164,8 +142,12 @@ class WeightArrays:
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
         self.tensors = {e.key: memory.view(e.offset, e.shape) for e in fused}
         self.hf_views = dict(self._views(fused))
-        self.ranges = flat_ranges(fused)
-        self.flat_buffers = [memory.view(run.start, (run.size,)) for run in self.ranges]
+        runs = groupby(fused, lambda entry: (entry.decay, entry.data_axes))
+        self.flat_buffers = [
+            memory.view(run[0].offset, (sum(entry.size for entry in run),))
+            for _, own in runs
+            for run in [list(own)]
+        ]
 
     @classmethod
     def of_peer(cls, layout: Layout, rank: int, pool: PeerView) -> WeightArrays:
@@ -214,6 +196,12 @@ class Weights:
         self.parameters: dict[str, Any] = {}
         if not on_host_only:
             self.parameters = {e.key: self._parameter_of(e) for e in self.fused}
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """Returns where each stored tensor is, by key, for arithmetic between passes."""
+        of_graphs = self.parameters.get
+        return {e.key: Stored(self.pool, e.offset, e.shape, of_graphs(e.key)) for e in self.fused}
 
     def _parameter_of(self, entry: FusedTensor) -> Any:
         return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
@@ -288,19 +276,6 @@ class Weights:
     def specs(self) -> Iterator[ParameterSpec]:
         for entry in self.fused:
             yield from entry.specs
-
-
-def round_into(target: Weights, source: Weights) -> None:
-    """Gives `target` the values of `source`, in its own dtype; both of one layout, on one rank."""
-    if source.pool.is_host_memory:
-        with target.on_host(write=True) as rounded, source.on_host() as exact:
-            for to, values in zip(rounded.flat_buffers, exact.flat_buffers, strict=True):
-                to[...] = values
-        return
-    for weights in (target, source):
-        weights.pool.load()
-    for key, parameter in target.parameters.items():
-        ops.assign(parameter, source.parameters[key].astype(mindspore_dtype(target.dtype)))
 
 
 # Tensors begin at multiples of it, as other libraries want them.

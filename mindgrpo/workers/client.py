@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import io
-import json
 import os
-import pickle
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,8 +18,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.processes import ENDS_WITH_RANK_VARIABLE
-from mindgrpo.user_code import PACKAGE, Kind
+from mindgrpo.processes.child import FunctionCall
+from mindgrpo.processes.fork import Channel
+from mindgrpo.processes.job import ENDS_WITH_RANK_VARIABLE
+from mindgrpo.user_code import Kind
 from mindgrpo.workers.protocol import (
     EXIT,
     MEMORY,
@@ -34,9 +33,6 @@ from mindgrpo.workers.protocol import (
 )
 from mindgrpo.workers.worker import Order
 
-START = (
-    "import sys; sys.path.insert(0, sys.argv[4]); from mindgrpo.workers.worker import main; main()"
-)
 # A worker computes beside a training that wants the cores: one compute thread, unless the user says otherwise.
 SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 TICK_SECONDS = 0.05
@@ -170,23 +166,20 @@ class SupervisedWorker:
     def __init__(self, order: Order, output: Output) -> None:
         self._output = output
         self._loaded: dict[str, Any] = {}
-        self._unread = b""
-        self._socket, theirs = socket.socketpair()
-        descriptors = theirs.fileno(), output.write_end.fileno()
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours, LONGEST_MESSAGE)
+        descriptors = {"channel": theirs.fileno(), "output": output.write_end.fileno()}
         environment = dict.fromkeys((*SINGLE_THREADED, ENDS_WITH_RANK_VARIABLE), "1")
         with theirs:
-            self._supervisor = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    START,
-                    *map(str, (*descriptors, order.memory)),
-                    str(PACKAGE.resolve().parent),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=descriptors,
-                env={**os.environ, **environment},
-                start_new_session=True,
+            # It outlives the rank for a moment, to kill what the worker has started.
+            self._supervisor = FunctionCall(
+                "mindgrpo.workers.worker:supervise",
+                {**descriptors, "memory": order.memory},
+                {**os.environ, **environment},
+                ends_with_this=False,
+                stdout=None,
+                stderr=None,
+                pass_fds=tuple(descriptors.values()),
             )
         self.send(order, START_SECONDS)
 
@@ -203,10 +196,7 @@ class SupervisedWorker:
         return self._loaded
 
     def send(self, content: Any, seconds: float) -> None:
-        self._socket.settimeout(seconds)
-        with suppress(OSError):  # it has ended already, which the first answer says
-            self._socket.sendall(pickle.dumps(content))
-        self._socket.setblocking(False)
+        self._channel.send(content, seconds)
 
     def messages(self, seconds: float, hint: str, each: bool = False) -> Iterator[dict[str, Any]]:
         """Yields the worker's messages. Raises WorkerEnded, with `hint`, after `seconds` in all.
@@ -215,51 +205,35 @@ class SupervisedWorker:
         """
         late = time.monotonic() + seconds
         while True:
-            while b"\n" not in self._unread:
+            while (message := self._next()) is None:
                 if time.monotonic() > late:
                     raise WorkerEnded(CallFailure(TIMEOUT, f"no answer within {seconds:g} s{hint}"))
-                self._read()
-            line, _, self._unread = self._unread.partition(b"\n")
-            try:
-                message = json.loads(line)
-                ended = message.get("ended")
-            except (ValueError, AttributeError):
-                message, ended = {}, "its process ended"
-            if ended is not None:
+                self._output.wait_with(self._channel.connection)
+                if not self._channel.read():
+                    raise WorkerEnded(CallFailure(EXIT, "its process ended"))
+            if "ended" in message:
                 kind = MEMORY if message.get("kind") == MEMORY else EXIT
-                raise WorkerEnded(CallFailure(kind, str(ended)))
+                raise WorkerEnded(CallFailure(kind, str(message["ended"])))
             yield message
             if each:
                 late = time.monotonic() + seconds
 
-    def _read(self) -> None:
-        """Takes what has come within a tick. Raises WorkerEnded for its end."""
-        self._output.wait_with(self._socket)
-        chunk = b""
+    def _next(self) -> dict[str, Any] | None:
         try:
-            chunk = self._socket.recv(READ_BYTES >> 4)
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        if not chunk or len(self._unread) > LONGEST_MESSAGE:
-            raise WorkerEnded(CallFailure(EXIT, "its process ended"))
-        self._unread += chunk
+            return self._channel.take()
+        except ValueError:
+            raise WorkerEnded(CallFailure(EXIT, "its process ended")) from None
 
     def has_ended(self) -> bool:
         """Returns whether a worker that is loaded and not asked anything has ended: only its end is readable then."""
-        return bool(self._loaded) and bool(wait([self._socket], 0))
+        return bool(self._loaded) and bool(wait([self._channel.connection], 0))
 
     def close(self) -> None:
         """Ends a wait for it, and has it killed with whatever it started; returns when that is done."""
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        try:
-            self._supervisor.wait(CLOSING_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._supervisor.kill()
-            self._supervisor.wait()
-        self._socket.close()
+            self._channel.connection.shutdown(socket.SHUT_RDWR)
+        self._supervisor.end(CLOSING_SECONDS)
+        self._channel.close()
 
 
 class Output:

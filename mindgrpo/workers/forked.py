@@ -7,26 +7,23 @@ that a round takes little longer than one deadline. What a process remembers end
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
-import pickle
 import re
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
-from mindgrpo.health.processes import end_with_parent
+from mindgrpo.processes.fork import AnsweringChannel, Channel, end_forked, fork
+from mindgrpo.processes.linux import memory_of
 from mindgrpo.user_code import PACKAGE
-from mindgrpo.workers import processes
 from mindgrpo.workers.protocol import (
     EXIT,
     MEMORY,
@@ -52,32 +49,21 @@ FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)\n')
 
 @dataclass(eq=False)
 class ForkedProcess:
-    """`index` is that of the task being answered, None between tasks; `memory` bytes when last seen.
-
-    `text` is what it has written so far: a traceback, its answer in JSON, or nothing.
-    """
+    """`index` is that of the task being answered, None between tasks; `memory` bytes when last seen."""
 
     pid: int
-    channel: socket.socket
+    channel: Channel
     session: int
     index: int | None = None
     closes: bool = False
     started: float = 0.0
     memory: int = 0
-    text: bytearray = field(default_factory=bytearray)
-
-    def read(self) -> bool:
-        """Returns False at the end."""
-        chunk = b""
-        with suppress(OSError):
-            chunk = self.channel.recv(1 << 16)
-        self.text += chunk
-        return bool(chunk)
 
     def location(self, until: float) -> str:
         """Returns the innermost line of the traceback, which comes bit by bit, that is not this package's."""
-        while wait([self.channel], max(0.0, until - time.monotonic())) and self.read():
-            for file, line, function in FRAME.findall(self.text.decode("utf-8", "replace")):
+        channel = self.channel
+        while wait([channel.connection], max(0.0, until - time.monotonic())) and channel.read():
+            for file, line, function in FRAME.findall(channel.text.decode("utf-8", "replace")):
                 if not file.startswith(f"{PACKAGE}{os.sep}"):
                     return f", in {function} at {file}:{line}"
         return ""
@@ -99,7 +85,7 @@ class ForkedProcesses:
 
     def ask(self, tasks: Mapping[int, Task], deadline: float) -> None:
         """Reports the answers to `tasks`, by index, as they come; each may take `deadline` seconds."""
-        self._baseline = processes.memory_of(os.getpid())
+        self._baseline = memory_of(os.getpid())
         waiting, allowed = deque(tasks.items()), 2 * len(os.sched_getaffinity(0))
         last_answer = time.monotonic()
         while waiting or self._busy:
@@ -130,55 +116,43 @@ class ForkedProcesses:
         elif process is None:
             return self._report(index, CallFailure(EXIT, "its process had ended before"))
         else:
-            process.text.clear()
-            # What is not taken in, or by nobody, is noticed by what is read or by the deadline.
-            with suppress(OSError):
-                process.channel.sendall(pickle.dumps(task.content))
+            process.channel.drop()
+            process.channel.send(task.content, SEND_SECONDS)
         process.index, process.closes, process.started = index, task.closes, time.monotonic()
-        self._busy[process.channel] = process
+        self._busy[process.channel.connection] = process
 
     def _fork(self, session: int, content: Any) -> ForkedProcess:
-        worker = os.getpid()
         ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                end_with_parent(worker)
-                os.setpgid(0, 0)
-                for channel in (ours, *(other.channel for other in self._by_session.values())):
-                    channel.close()
-                # Writes where it hangs, even from inside a C function.
-                faulthandler.register(TRACEBACK_SIGNAL, file=theirs.fileno(), all_threads=False)
-                self._serve(content, theirs)
-            finally:
-                os._exit(0)
+        closing = [ours, *(other.channel.connection for other in self._by_session.values())]
+        pid = fork(lambda: self._serve(content, theirs), closing)
         theirs.close()
-        ours.settimeout(SEND_SECONDS)
-        process = self._by_session[session] = ForkedProcess(pid, ours, session)
+        process = ForkedProcess(pid, Channel(ours, LONGEST_LINE), session)
+        self._by_session[session] = process
         return process
 
-    def _serve(self, content: Any, channel: socket.socket) -> None:
-        """Answers the first task and those that come pickled on `channel`, with a line of JSON each."""
-        received = channel.makefile("rb")
+    def _serve(self, content: Any, connection: socket.socket) -> None:
+        """Answers the first task and those that come on `connection`."""
+        # Writes where it hangs, even from inside a C function.
+        faulthandler.register(TRACEBACK_SIGNAL, file=connection.fileno(), all_threads=False)
+        channel = AnsweringChannel(connection)
         with suppress(EOFError):
             while True:
-                message = to_message(self._answer(content))
-                flush_output()
-                channel.sendall(json.dumps(message).encode() + b"\n")
-                content = pickle.load(received)
+                channel.send(to_message(self._answer(content)))
+                content = channel.receive()
 
     def _collect(self, process: ForkedProcess) -> None:
         # A process that the user's code has started may hold the channel open, so its end is not waited for.
-        is_open = process.read()
-        if is_open and not process.text.endswith(b"\n") and len(process.text) < LONGEST_LINE:
-            return
+        is_open = process.channel.read()
         try:
-            answer = from_message(json.loads(process.text))
+            message = process.channel.take()
+            if message is None and is_open:
+                return
+            answer = from_message(message or {})
         except (ValueError, KeyError, TypeError):
             return self._stop(process, None)
         index = process.index
         assert index is not None
-        del self._busy[process.channel]
+        del self._busy[process.channel.connection]
         process.index, process.memory = None, self._used_by(process)
         if process.closes:
             self._end(process)
@@ -186,11 +160,11 @@ class ForkedProcesses:
 
     def _end(self, process: ForkedProcess) -> str:
         """Kills it with what it started; returns how it ended."""
-        processes.kill_group(process.pid)
+        how = end_forked(process.pid)
         del self._by_session[process.session]
-        self._busy.pop(process.channel, None)
+        self._busy.pop(process.channel.connection, None)
         process.channel.close()
-        return processes.how_it_ended(os.waitpid(process.pid, 0)[1])
+        return how
 
     def _stop(self, process: ForkedProcess, failure: CallFailure | None) -> None:
         """Ends it for `failure`; None where it has ended by itself."""
@@ -209,7 +183,7 @@ class ForkedProcesses:
 
     def _used_by(self, process: ForkedProcess) -> int:
         """Returns the bytes beyond what the worker has itself."""
-        return max(0, processes.memory_of(process.pid) - self._baseline)
+        return max(0, memory_of(process.pid) - self._baseline)
 
     def _stop_largest(self) -> None:
         """Holds all of them together to what one worker may have."""
@@ -217,7 +191,7 @@ class ForkedProcesses:
             process.memory = self._used_by(process)
         by_size = sorted(self._by_session.values(), key=lambda process: process.memory)
         while sum(process.memory for process in by_size) > self._memory:
-            failure = CallFailure(MEMORY, processes.too_much_memory(self._memory))
+            failure = CallFailure(MEMORY, too_much_memory(self._memory))
             self._stop(by_size.pop(), failure)
 
 
@@ -237,8 +211,6 @@ def hint_at(threads: Sequence[str]) -> str:
     )
 
 
-def flush_output() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        # The user's code may have closed or replaced it.
-        with suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+def too_much_memory(num_bytes: int) -> str:
+    """Says that a process, or several together, used more than `num_bytes`."""
+    return f"more than reward_config.memory, {num_bytes >> 20} MiB"

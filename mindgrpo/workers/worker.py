@@ -11,8 +11,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
-import resource
 import select
 import signal
 import socket
@@ -24,13 +22,19 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mindgrpo.errors import UserError
-from mindgrpo.health.processes import end_with_parent
+from mindgrpo.processes.fork import AnsweringChannel, end_forked, fork
+from mindgrpo.processes.linux import (
+    STOPPING,
+    adopt_orphans,
+    kill_children,
+    leave_no_core,
+    limit_reserved,
+    memory_of,
+)
 from mindgrpo.user_code import describe
-from mindgrpo.workers import processes
-from mindgrpo.workers.forked import ForkedProcesses, flush_output, running_threads
+from mindgrpo.workers.forked import ForkedProcesses, running_threads, too_much_memory
 from mindgrpo.workers.protocol import EXIT, MEMORY, CallFailure, Service, Task, to_message
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MEMORY_CHECK_MILLISECONDS = 50
 ORPHAN_CHECK_SECONDS = 2.0
 
@@ -45,57 +49,46 @@ class Order:
     memory: int
 
 
-def main() -> None:
-    """Supervises a worker: the arguments are descriptors of its socket to the rank and of the pipe that it prints to,
-    and the bytes of memory that it may use.
+def supervise(channel: int, output: int, memory: int) -> None:
+    """Supervises a worker, which may use `memory` bytes: the others are descriptors of its socket to the rank and of
+    the pipe that it prints to.
 
     The last line on the socket is {"ended": how, "kind": EXIT or MEMORY}, in one with what the worker wrote when it
     died, if it did.
     """
-    rank, supervisor = os.getppid(), os.getpid()
-    channel, output = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    memory, kind = int(sys.argv[3]), EXIT
+    rank, connection, kind = os.getppid(), socket.socket(fileno=channel), EXIT
     # Ctrl-C and a launcher's goodbye are the rank's to obey; this ends when the rank does.
-    for number in SIGNALS:
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    processes.adopt_orphans()
-    worker = os.fork()
-    if worker == 0:
-        end_with_parent(supervisor)
-        os.setsid()
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-        run_worker(channel, output)
+    adopt_orphans()
+    worker = fork(lambda: run_worker(connection, output))
     events = select.poll()
-    events.register(channel, 0)  # its end only: what comes in is for the worker
+    events.register(connection, 0)  # its end only: what comes in is for the worker
     events.register(os.pidfd_open(worker), select.POLLIN)
     checked = time.monotonic()
     while not events.poll(MEMORY_CHECK_MILLISECONDS) and os.getppid() == rank:
-        if processes.memory_of(worker) > memory:
+        if memory_of(worker) > memory:
             kind = MEMORY
             break
         if time.monotonic() - checked > ORPHAN_CHECK_SECONDS:
-            processes.kill_children(spared=worker)
+            kill_children(spared=worker)
             checked = time.monotonic()
-    processes.kill_group(worker)
-    how = f"its process {processes.how_it_ended(os.waitpid(worker, 0)[1])}"
-    if kind == MEMORY:
-        how = processes.too_much_memory(memory)
-    ended = {"ended": how, "kind": kind}
-    channel.setblocking(False)
+    how = f"its process {end_forked(worker)}"
+    ended = {"ended": too_much_memory(memory) if kind == MEMORY else how, "kind": kind}
+    connection.setblocking(False)
     with suppress(OSError):
-        channel.sendall(json.dumps(ended).encode() + b"\n")
-    while processes.kill_children():
+        connection.sendall(json.dumps(ended).encode() + b"\n")
+    while kill_children():
         pass
 
 
-def run_worker(channel: socket.socket, output: int) -> NoReturn:
-    """Serves on `channel`, prints to the descriptor `output`, and ends the process."""
+def run_worker(connection: socket.socket, output: int) -> NoReturn:
+    """Serves on `connection`, prints to the descriptor `output`, and ends the process."""
     status = 0
     try:
         sys.stdout, sys.stderr = (printing_to(descriptor, output) for descriptor in (1, 2))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        serve(channel)
+        leave_no_core()
+        serve(connection)
     except (EOFError, ConnectionError):
         pass
     except BaseException as error:
@@ -113,37 +106,35 @@ def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
-def serve(channel: socket.socket) -> None:
-    def send(message: dict[str, Any]) -> None:
-        flush_output()
-        channel.sendall(json.dumps(message).encode() + b"\n")
+def serve(connection: socket.socket) -> None:
+    channel = AnsweringChannel(connection)
+    send = channel.send
 
     def report(index: int, answer: Any) -> None:
         send({"index": index, **to_message(answer)})
 
-    received = channel.makefile("rb")
-    order: Order = pickle.load(received)
+    order: Order = channel.receive()
     sys.path[:] = order.search_path
-    processes.limit_reserved(order.memory)
+    limit_reserved(order.memory)
     try:
         service = order.load()
     except UserError as error:
         return send({"refused": str(error)})
     except BaseException as error:
         return send({"refused": f"{order.what}: {describe(error)}"})
-    if processes.memory_of(os.getpid()) > order.memory:
-        used = processes.too_much_memory(order.memory)
+    if memory_of(os.getpid()) > order.memory:
+        used = too_much_memory(order.memory)
         return send({"refused": f"{order.what}: loading it takes {used}; raise it"})
     send({"loaded": service.description, "threads": running_threads()})
     forked = ForkedProcesses(service.answer, report, order.memory)
     while True:
         asked: Sequence[Task]
-        asked, deadline = pickle.load(received)
+        asked, deadline = channel.receive()
         for index, task in enumerate(asked):
             if task.session is None:
                 answer = service.answer(task.content)
-                if processes.memory_of(os.getpid()) > order.memory:
-                    answer = CallFailure(MEMORY, processes.too_much_memory(order.memory))
+                if memory_of(os.getpid()) > order.memory:
+                    answer = CallFailure(MEMORY, too_much_memory(order.memory))
                 report(index, answer)
                 if isinstance(answer, CallFailure) and answer.kind == MEMORY:
                     return  # what is left of this process is not fit to be asked more

@@ -49,12 +49,12 @@ def rollout_of(row: str, tokens: int) -> Any:
 def policy_of(backend: Any, tokens: int) -> Any:
     from mindgrpo.algorithm.estimators import AlgorithmConfig
     from mindgrpo.algorithm.packing import MicroShape
+    from mindgrpo.backend.kernels.shapes import AdamWSettings
     from mindgrpo.models.decoder import KEEP_ALL
     from mindgrpo.models.decoder_config import decoder_config
     from mindgrpo.models.parameters import parameter_specs
     from mindgrpo.parallel.mesh import Mesh
     from mindgrpo.parallel.sharding import Layout
-    from mindgrpo.training.optimizer import AdamWSettings
     from mindgrpo.training.policy import Policy, UpdateSettings
     from mindgrpo.weights.pretrained import fill_random
 

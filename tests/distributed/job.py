@@ -43,7 +43,7 @@ from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.cpu.host import job_name
 from mindgrpo.backend.dtypes import Dtype
-from mindgrpo.backend.kernels.shapes import SamplingParams
+from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.backend.remote_arrays import FetchedArrays
 from mindgrpo.backend.targets import SHARED_MEMORY, choose_target
 from mindgrpo.config import Config
@@ -64,7 +64,6 @@ from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import EVALUATION
 from mindgrpo.rollout.partial import PartialLimits, PartialRollouts, PartialSettings
 from mindgrpo.rollout.replicas import Replicas
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.update import UpdateReport, update
 from mindgrpo.weight_sync.execute import Resharder

@@ -16,6 +16,7 @@ from saving import IDENTITY
 
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.checkpoint.format import Manifest, RunState, read_manifest
 from mindgrpo.checkpoint.load import load_role
 from mindgrpo.checkpoint.save import Saver, values_digest
@@ -26,7 +27,6 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.gradient_sync import sums_of
-from mindgrpo.training.optimizer import AdamWSettings
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import fill_random, generator_of

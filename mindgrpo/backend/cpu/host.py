@@ -33,8 +33,8 @@ from mindgrpo.backend.cpu.waiting import (
 from mindgrpo.backend.host_memory import address_of
 from mindgrpo.backend.targets import BOARD_FOLDERS, SHARED_MEMORY, check_hosts
 from mindgrpo.errors import UserError, whole_number
-from mindgrpo.health.processes import is_alive
 from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.processes.linux import is_alive
 
 PAGE_BYTES = 4096
 # Ranks import for a while before they open the board; none is known by its process before.

@@ -79,6 +79,19 @@ class AdamWNumbers:
 
 
 @dataclass(frozen=True)
+class AdamWSettings:
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+    def at(self, update: int, lr: float, scale: float, decays: bool = True) -> AdamWNumbers:
+        """Returns the numbers of one step, of a parameter that decays or does not."""
+        decay = self.weight_decay if decays else 0.0
+        return AdamWNumbers(lr, self.beta1, self.beta2, self.eps, decay, update, scale)
+
+
+@dataclass(frozen=True)
 class Vocabulary:
     """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding.
 

@@ -6,8 +6,6 @@ A process follows the run's files. Nothing here waits for one before the run's e
 from __future__ import annotations
 
 import atexit
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,17 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.errors import one_line
-from mindgrpo.monitor.child_program import start_program
 from mindgrpo.monitor.trackers.contract import label_of, processes_of
 from mindgrpo.monitor.trackers.process import DONE, FAILED
+from mindgrpo.processes.child import FunctionCall
 
 FOLDER = "trackers"
 # Where a run has failed or was stopped by a signal, somebody waits for its end.
 SECONDS_AFTER_STOP = 5.0
 SECONDS_IN_SILENCE = 2.0
 SECONDS_BETWEEN_LOOKS = 0.02
-LONGEST_COMPLAINT = 65536
 
 
 class TrackerProcess:
@@ -34,12 +30,10 @@ class TrackerProcess:
     def __init__(self, tracker: str, about: Mapping[str, Any]) -> None:
         self.label = label_of(tracker)
         self.folder = Path(about["directory"]) / FOLDER / self.label
-        self._process = start_program(
+        self._process = FunctionCall(
             "mindgrpo.monitor.trackers.process:main",
             {**about, "tracker": tracker, "folder": str(self.folder)},
             stdin=subprocess.PIPE,
-            # Ctrl-C is for the run, and what the package starts is ended with it.
-            start_new_session=True,
         )
         assert self._process.stdin is not None
         self._pipe = self._process.stdin
@@ -55,26 +49,11 @@ class TrackerProcess:
 
     def end(self) -> str | None:
         """Kills the process and what it started; returns why it failed, or None."""
-        status = self._process.poll()
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        is_late = not self.has_ended
+        failed = self._process.failure(0.0)
         with suppress(OSError):
             self._pipe.close()
-        complaint = self._complaint()
-        if status == 0:
-            return None
-        if status is None:
-            return "did not finish in time and was ended"
-        return complaint or f"its process ended with status {status}"
-
-    def _complaint(self) -> str:
-        assert self._process.stderr is not None
-        with self._process.stderr as pipe:
-            os.set_blocking(pipe.fileno(), False)
-            text = (pipe.read(LONGEST_COMPLAINT) or b"").decode(errors="replace").strip()
-        # Where Python itself has failed it is a traceback.
-        return one_line(text.splitlines()[-1]) if text else ""
+        return "did not finish in time and was ended" if is_late else failed
 
 
 class Trackers:

@@ -16,7 +16,6 @@ import errno
 import functools
 import marshal
 import os
-import select
 import shutil
 import site
 import struct
@@ -28,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindgrpo.health.processes import end_with_parent
+from mindgrpo.processes.child import Child
 
 SANDBOXED = Path(__file__).with_name("sandboxed")
 READABLE = (
@@ -65,30 +64,24 @@ class Isolation:
 
     def start(
         self, command: Sequence[str], descriptors: Sequence[int], stdin: int, stdout: int
-    ) -> subprocess.Popen[bytes]:
+    ) -> Child:
         """Starts `command` with these descriptors and no others, which it has under the same numbers."""
         before, passed = list(self.words), list(descriptors)
-        filter_file, parent = memory_file(self.filter_code), os.getpid()
-
-        def enter() -> None:
-            end_with_parent(parent)
-            self.enter()
-
+        filter_file = memory_file(self.filter_code)
         if self.filter_code:
             before += ["--seccomp", str(filter_file), "--"]
             passed.append(filter_file)
         try:
-            return subprocess.Popen(
+            return Child(
                 [*before, *command],
+                # Threads of numerical libraries would cost memory for nothing.
+                {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
+                prepare=self.enter,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 pass_fds=passed,
                 cwd="/",
-                # Threads of numerical libraries would cost memory for nothing.
-                env={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LC_ALL": "C.UTF-8"},
-                start_new_session=True,
-                preexec_fn=enter,
             )
         finally:
             os.close(filter_file)
@@ -240,11 +233,11 @@ def run_program(
     deadline = time.monotonic() + seconds
     program_input, output = memory_file(standard_input.encode("utf-8", "replace")), memory_file()
     order = {"code": code, "seconds": seconds, "memory": memory}
-    processes = []
+    processes: list[Child] = []
     try:
         isolation = isolation or find_isolation()
         processes += [start(isolation, "run", order, [], program_input, output)]
-        status = wait(processes[0], deadline)
+        status = processes[0].wait_until(deadline)
         printed = os.pread(output, MAX_OUTPUT_BYTES, 0)
     finally:
         end(processes)
@@ -266,7 +259,7 @@ def judge_assertions(
     questions, asks = os.pipe()
     replies, answers = os.pipe()
     verdicts = memory_file()
-    processes = []
+    processes: list[Child] = []
     try:
         nothing = subprocess.DEVNULL
         pipes = [questions, answers]
@@ -275,7 +268,7 @@ def judge_assertions(
         # The judge hears that the program has ended only if nobody else holds its pipes.
         while pipes:
             os.close(pipes.pop())
-        wait(processes[1], deadline)
+        processes[1].wait_until(deadline)
         return os.pread(verdicts, len(assertions), 0).decode("ascii")
     finally:
         end(processes)
@@ -290,7 +283,7 @@ def start(
     pipes: Sequence[int],
     stdin: int,
     stdout: int,
-) -> subprocess.Popen[bytes]:
+) -> Child:
     """Starts an isolated process in one of the roles of sandboxed/__main__.py. Raises IsolationUnavailable."""
     # Python starts twice as fast without `site`, which reads configuration that nobody needs here.
     packages = [path for path in sys.path if path in site.getsitepackages()]
@@ -306,22 +299,9 @@ def start(
         os.close(order_file)
 
 
-def wait(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """Returns the exit status, or None where the process still runs at `deadline`."""
-    descriptor = os.pidfd_open(process.pid)
-    try:
-        waiting = select.poll()
-        waiting.register(descriptor, select.POLLIN)
-        waiting.poll(max(0.0, 1000 * (deadline - time.monotonic())))
-    finally:
-        os.close(descriptor)
-    return process.poll()
-
-
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end(processes: Sequence[Child]) -> None:
     for process in processes:
-        process.kill()
-        process.wait()
+        process.end()
 
 
 @functools.cache

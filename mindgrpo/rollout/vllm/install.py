@@ -17,15 +17,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mindgrpo.errors import UserError
+from mindgrpo.processes.linux import remove_left_behind
 from mindgrpo.rollout.vllm.environment import MARK, child_environment, tried
 
 LOCK = Path(__file__).with_name(tried()["lock"]["file"])
 # Free bytes that are asked for: the packages take 1.8 GB with torch's small build, several with another one.
 SMALL_ROOM, LARGE_ROOM = 3 * 10**9, 12 * 10**9
 ASK_PYTHON = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
-QUIET = ("--quiet", "--disable-pip-version-check", "--no-input")
 # As engines import it; a package that is missing or too new shows here. `from vllm import LLM` would hide which.
 IMPORT = "import vllm; vllm.LLM"
+INDEX_REMEDY = "check the network and the index that pip is set to ('pip config list'), then run the command again"
+# What makes a Python another one than its path says, and what keeps it from writing bytecode: an engine compiles all
+# that it imports, 12 s of a processor, where the import that tries the environment left none.
+FOREIGN = (
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE"),
+)
 
 
 def install(target: Path, environment: Mapping[str, str], lock: Path = LOCK) -> None:
@@ -34,39 +40,25 @@ def install(target: Path, environment: Mapping[str, str], lock: Path = LOCK) -> 
     `environment`: PYTHON, PATH and pip's variables are read. What an earlier install left in `target` goes first.
     Raises UserError, and leaves nothing in `target` then.
     """
-    target = target.absolute()
+    target, own = target.absolute(), target.absolute() / "bin" / "python"
     digest = f"{hashlib.sha256(lock.read_bytes()).hexdigest()}\n"
-    if is_installed(target, digest):
+    mark = target / MARK
+    if own.exists() and mark.exists() and mark.read_text(errors="replace") == digest:
         return _say(f"{target} has vLLM already, as {lock.name} lists it")
     python, version = choose_python(environment)
-    _check_target(target)
     _check_room(target, SMALL_ROOM)
-    with _claimed(target) as mark:
+    with _claimed(target):
         _say(f"making {target} with Python {version}")
-        _run(
-            [python, "-m", "venv", str(target)],
-            environment,
-            f"{python} could not make {target}",
-            "set PYTHON to another Python, or --target to another folder",
-        )
-        own = target / "bin" / "python"
-        build = _choose_torch(own, environment, lock)
-        _install_packages(own, environment, lock, build)
-        _run(
-            [str(own), "-c", IMPORT],
-            child_environment(environment, own),
-            f"vLLM was installed into {target}, but cannot be imported",
-            "install what it misses on this machine, then run the command again",
-        )
+        remedy = "set PYTHON to another Python, or --target to another folder"
+        command = [python, "-m", "venv", str(target)]
+        _run(command, environment, f"{python} could not make {target}", remedy)
+        _install_packages(str(own), environment, lock)
+        problem = f"vLLM was installed into {target}, but cannot be imported"
+        remedy = "install what it misses on this machine, then run the command again"
+        _run([str(own), "-c", IMPORT], child_environment(environment, own), problem, remedy)
         mark.write_text(digest)
-    _say(f"{target} has vLLM, and takes {_size(target) / 1e9:.1f} GB")
-
-
-def is_installed(target: Path, digest: str) -> bool:
-    try:
-        return (target / MARK).read_text() == digest and (target / "bin" / "python").exists()
-    except OSError:
-        return False
+    size = int(subprocess.check_output(["du", "-sk", str(target)]).split()[0]) << 10
+    _say(f"{target} has vLLM, and takes {size / 1e9:.1f} GB")
 
 
 def choose_python(environment: Mapping[str, str]) -> tuple[str, str]:
@@ -74,46 +66,22 @@ def choose_python(environment: Mapping[str, str]) -> tuple[str, str]:
     allowed: list[str] = tried()["lock"]["pythons"]
     asked = environment.get("PYTHON")
     names = [asked] if asked else [sys.executable, *(f"python{one}" for one in allowed), "python3"]
-    seen = []
-    for name in names:
-        path = shutil.which(name, path=environment.get("PATH", os.defpath))
-        version = _python_version(path, environment) if path else None
+    seen: dict[str, None] = {}
+    for path in (shutil.which(name, path=environment.get("PATH", os.defpath)) for name in names):
+        try:  # a shim on PATH may have no Python behind it
+            version = path and _run([path, "-I", "-c", ASK_PYTHON], environment, "", "").strip()
+        except UserError:
+            continue
         if path and version in allowed:
             return path, version
-        if version and version not in seen:
-            seen.append(version)
+        seen |= {version: None} if version else {}
     needed = " or ".join(allowed)
-    of_asked = f"PYTHON={asked} is " if asked else "what is on PATH is "
+    which = f"PYTHON={asked} is" if asked else "what is on PATH is"
     raise UserError(
-        f"vLLM needs Python {needed} with its modules venv and ensurepip, but {of_asked}"
+        f"vLLM needs Python {needed} with its modules venv and ensurepip, but {which} "
         f"{'Python ' + ' and '.join(seen) if seen else 'no such Python that runs'}: install one, for example with "
         f"'apt-get install python{allowed[0]} python{allowed[0]}-venv', or set PYTHON to one."
     )
-
-
-def _python_version(path: str, environment: Mapping[str, str]) -> str | None:
-    """Returns the version of an interpreter that can make environments; a shim on PATH may have no Python behind it."""
-    command = [path, "-I", "-c", ASK_PYTHON]
-    try:
-        ended = subprocess.run(
-            command, env=_plain(environment), capture_output=True, text=True, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ended.stdout.strip() if ended.returncode == 0 else None
-
-
-def _check_target(target: Path) -> None:
-    """Raises UserError where `target` holds anything of a user's, so that nothing of it is removed."""
-    if target.is_dir():
-        if (target / MARK).exists() or not any(target.iterdir()):
-            return
-        reason = "holds something else than an environment that this command made"
-    elif target.exists() or target.is_symlink():
-        reason = "is not a folder"
-    else:
-        return
-    raise UserError(f"{target} {reason}: move it away, or give another folder with --target.")
 
 
 def _check_room(target: Path, needed: int) -> None:
@@ -127,99 +95,83 @@ def _check_room(target: Path, needed: int) -> None:
 
 
 @contextmanager
-def _claimed(target: Path) -> Iterator[Path]:
-    """Empties the folder for one process; what it holds is removed where the caller fails. Raises UserError.
+def _claimed(target: Path) -> Iterator[None]:
+    """Empties the folder for one process, and removes it where the caller fails. Raises UserError for a user's folder.
 
     A process that is killed leaves a mark without a digest, and its pip the lock of the mark.
     """
     mark = target / MARK
     try:
         target.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(mark, os.O_RDWR | os.O_CREAT, 0o666)
+        if not mark.exists() and any(target.iterdir()):
+            raise UserError(
+                f"{target} holds something else than an environment that this command made: move it away, or give "
+                "another folder with --target."
+            )
+        file = mark.open("a")
+        os.set_inheritable(file.fileno(), True)  # for a pip that outlives this process
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileExistsError:
+        raise UserError(
+            f"{target} is not a folder: move it away, or give another folder with --target."
+        ) from None
+    except BlockingIOError:
+        raise UserError(
+            f"{target} is being installed by another process: wait for its end."
+        ) from None
     except OSError as error:
         raise UserError(
             f"{target} cannot be written ({error.strerror}): give another folder with --target."
         ) from None
-    try:
-        # Inherited, for a pip that outlives this process.
-        os.set_inheritable(descriptor, True)
+    with file:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{target} is being installed by another process: wait for its end."
-            ) from None
-        mark.write_text("unfinished\n")
-        try:
-            _empty(target, mark)
-            yield mark
+            mark.write_text("unfinished\n")
+            remove_left_behind(path for path in target.iterdir() if path != mark)
+            yield
         except BaseException:
-            _empty(target, mark)
+            # The mark last: whoever is interrupted here leaves no folder that looks like a user's.
+            remove_left_behind(path for path in target.iterdir() if path != mark)
             shutil.rmtree(target, ignore_errors=True)
             raise
-    finally:
-        os.close(descriptor)
 
 
-def _empty(target: Path, mark: Path) -> None:
-    """Empties the folder but for the mark: whoever is interrupted here leaves no folder that looks like a user's."""
-    for path in target.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path != mark:
-            path.unlink()
-
-
-def _choose_torch(python: Path, environment: Mapping[str, str], lock: Path) -> str | None:
-    """Returns the requirement of torch's small build; None where the index has only another one, which may be large."""
-    version, label = _locked_version(lock, "torch"), tried()["lock"]["build"]
-    listed = _run(
-        [str(python), "-m", "pip", "index", "versions", "torch", *QUIET[1:]],
-        environment,
-        "pip's index lists no torch",
-        "check the network and the index that pip is set to ('pip config list'), then run the command again",
-    )
-    if re.search(rf"(?<![\w.]){re.escape(version)}\+{label}(?![\w.])", listed):
-        return f"torch=={version}+{label}"
-    index = f"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/{label}"
-    _say(
-        f"pip's indexes have no torch {version}+{label}: another build is taken, which may be several GB ({index} "
-        "offers the small one)"
-    )
-    _check_room(python, LARGE_ROOM)
-    return None
-
-
-def _locked_version(lock: Path, package: str) -> str:
-    match = re.search(rf"^{package}==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE)
-    if match is None:
-        raise UserError(f"{lock} lists no version of {package}; get the file again.")
-    return match[1]
-
-
-def _install_packages(
-    python: Path, environment: Mapping[str, str], lock: Path, small_torch: str | None
-) -> None:
+def _install_packages(python: str, environment: Mapping[str, str], lock: Path) -> None:
+    """Takes torch's small build; where the index has only another one, which may be large, that."""
+    build = tried()["lock"]["build"]
+    quiet = ["--disable-pip-version-check", "--no-input"]
+    match = re.search(r"^torch==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None
+    small = f"{match[1]}+{build}"
+    command = [python, "-m", "pip", "index", "versions", "torch", *quiet]
+    listed = _run(command, environment, "pip's index lists no torch", INDEX_REMEDY)
+    pip = [python, "-m", "pip", "install", "--quiet", *quiet]
+    problem, more = f"pip could not install what {lock} lists", [f"torch=={small}"]
+    is_small = re.search(rf"(?<![\w.]){re.escape(small)}(?![\w.])", listed) is not None
+    if not is_small:
+        index = f"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/{build}"
+        _say(
+            f"pip's indexes have no torch {small}: another build is taken, which may be several GB ({index} offers "
+            "the small one)"
+        )
+        _check_room(Path(python), LARGE_ROOM)
     _say("installing vLLM (once; one to three minutes where the index is near)")
-    pip = [str(python), "-m", "pip", "install", *QUIET]
-    problem = f"pip could not install what {lock} lists"
-    remedy = "check the network and the index that pip is set to ('pip config list'), then run the command again"
-    if small_torch is None:
+    if not is_small:
         # A build for accelerators does not load without the libraries that it requires, which the lock has not.
-        large = [*pip, f"torch=={_locked_version(lock, 'torch')}", "--constraint", str(lock)]
-        _run(large, environment, problem, remedy)
+        large, more = [*pip, f"torch=={match[1]}", "--constraint", str(lock)], []
+        _run(large, environment, problem, INDEX_REMEDY)
     # Its own requirements exclude each other's newest versions; the lock is what worked.
     # Uncompiled: most of their modules are never imported, and Python compiles the others when they are.
-    command = [*pip, "--no-compile", "--no-deps", "--requirement", str(lock)]
-    _run([*command, *filter(None, [small_torch])], environment, problem, remedy)
+    command = [*pip, "--no-compile", "--no-deps", "--requirement", str(lock), *more]
+    _run(command, environment, problem, INDEX_REMEDY)
 
 
 def _run(command: list[str], environment: Mapping[str, str], problem: str, remedy: str) -> str:
     """Returns standard output. Raises UserError with `problem`, the last error that was printed, and `remedy`."""
+    plain = {name: value for name, value in environment.items() if name not in FOREIGN}
     ended = subprocess.run(
         command,
         # Modules of the present folder must not replace those that are installed.
-        env={**_plain(environment), "PYTHONSAFEPATH": "1"},
+        env={**plain, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -232,37 +184,10 @@ def _run(command: list[str], environment: Mapping[str, str], problem: str, remed
         raise UserError(
             f"{problem}: no space is left on the disk; free some, then run the command again."
         )
-    lines = [
-        line for line in ended.stderr.splitlines() if line.strip()
-    ] or ended.stdout.splitlines()
+    lines = [line for line in (ended.stdout + "\n" + ended.stderr).splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines
     words = errors[-1].removeprefix("ERROR:").strip() if errors else f"status {ended.returncode}"
     raise UserError(f"{problem} ({words}): {remedy}.")
-
-
-def _plain(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drops what makes a Python another one than its path says, and what keeps it from writing bytecode.
-
-    An engine compiles all that it imports, 12 s of a processor, where the import that tries the environment left none.
-    """
-    foreign = (
-        "PYTHONPATH",
-        "PYTHONHOME",
-        "VIRTUAL_ENV",
-        "__PYVENV_LAUNCHER__",
-        "PYTHONDONTWRITEBYTECODE",
-    )
-    return {name: value for name, value in environment.items() if name not in foreign}
-
-
-def _size(folder: Path) -> int:
-    """Counts bytes on the disk; files with two names count once."""
-    sizes = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            state = os.lstat(os.path.join(parent, name))
-            sizes[state.st_ino] = state.st_blocks * 512
-    return sum(sizes.values())
 
 
 def _say(sentence: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,15 +18,11 @@ from pathlib import Path
 from typing import IO
 
 from mindgrpo.errors import UserError, show
-from mindgrpo.health.failure import RankFailure, describe_code, position_of, write_failure
-from mindgrpo.health.processes import (
-    IN_MEMORY,
-    LEFT_BEHIND,
-    STATUS_VARIABLE,
-    remove_left_behind,
-    shared_files_of,
-)
+from mindgrpo.health.failure import RankFailure, position_of, write_failure
 from mindgrpo.health.rank_health import RankHealth
+from mindgrpo.processes.child import Child, describe_code, last_lines
+from mindgrpo.processes.job import LEFT_BEHIND, STATUS_VARIABLE
+from mindgrpo.processes.linux import IN_MEMORY, remove_left_behind, shared_files_of, states
 from mindgrpo.rollout.vllm.child.mindgrpo_engine.protocol import Message, receive, send
 from mindgrpo.rollout.vllm.environment import child_environment
 from mindgrpo.rollout.vllm.settings import VllmSettings
@@ -76,7 +71,7 @@ class EngineProcess:
 
     def _start(
         self, python: Path, memory: int, descriptor: int, environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
+    ) -> Child:
         own = child_environment(environment, python)
         own |= {"PYTHONPATH": str(CHILD), "PYTHONSAFEPATH": "1"}
         if THREADS in environment:
@@ -84,15 +79,8 @@ class EngineProcess:
         if self._health.folder is not None:
             own[STATUS_VARIABLE] = str(self._health.folder)
         words = ["--socket", str(descriptor), "--memory", str(memory)]
-        return subprocess.Popen(
-            [str(python), "-m", "mindgrpo_engine", *words],
-            env=own,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            pass_fds=(descriptor, memory),
-            start_new_session=True,
-        )
+        command = [str(python), "-m", "mindgrpo_engine", *words]
+        return Child(command, own, log=self._log, pass_fds=(descriptor, memory))
 
     def request(
         self, message: Message, on_progress: Callable[[Message], None] = lambda _: None
@@ -144,11 +132,7 @@ class EngineProcess:
         return f"vLLM's engine of rank {rank} {how} {where}: {self._last_words()}"
 
     def _last_words(self) -> str:
-        self._log.flush()
-        with open(f"/proc/self/fd/{self._log.fileno()}", "rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line]
-        words = " | ".join(lines[-NUM_LAST_WORDS:])
+        words = " | ".join(last_lines(self._log.fileno(), NUM_LAST_WORDS))
         return f"its last words are: {words}" if words else "it left no words"
 
     def _check(self) -> None:
@@ -178,23 +162,12 @@ class EngineProcess:
         self._is_ending = True
         atexit.unregister(self._kill)
         # An engine that never was ready has not reported what it has there.
-        self._left_behind += shared_files_of(_members(self._process.pid))
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
+        leader = self._process.pid
+        members = [pid for pid, state in states().items() if state.group == leader]
+        self._left_behind += shared_files_of(members)
+        self._process.end()
         self._socket.close()
         remove_left_behind(self._left_behind)
-
-
-def _members(group: int) -> list[int]:
-    """Returns the processes of a process group."""
-    members = []
-    for pid in (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()):
-        with suppress(OSError):
-            if os.getpgid(pid) == group:
-                members.append(pid)
-    return members
 
 
 def _open_log(health: RankHealth) -> IO[bytes]:

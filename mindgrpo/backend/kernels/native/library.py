@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.errors import UserError, show
-from mindgrpo.health.processes import STATUS_VARIABLE
+from mindgrpo.processes.job import STATUS_VARIABLE
 
 SOURCES = Path(__file__).resolve().parent
 FLAGS = (

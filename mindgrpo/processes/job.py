@@ -1,4 +1,4 @@
-"""Starts, finds and ends the processes of one job.
+"""Finds and ends the processes of one job.
 
 Every process of a job inherits the job's status folder in its environment. Only processes that have it there are ever
 signalled.
@@ -8,57 +8,20 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from mindgrpo.health.processes import (
-    ENDS_WITH_RANK_VARIABLE,
-    IN_MEMORY,
-    LEFT_BEHIND,
-    STATUS_VARIABLE,
-    end_with_parent,
-    is_alive,
-    remove_left_behind,
-    shared_files_of,
-)
-from mindgrpo.launch.plan import PlannedProcess
+from mindgrpo.processes.linux import IN_MEMORY, is_alive, remove_left_behind, shared_files_of
 
+# In the environment of every process of a job: the folder for heartbeats and failures. It says whose they are.
+STATUS_VARIABLE = "MINDGRPO_STATUS_DIR"
+# Set for processes that end by themselves with their rank, and tidy up after what they have started.
+ENDS_WITH_RANK_VARIABLE = "MINDGRPO_ENDS_WITH_RANK"
+# In the status folder: a path a line, of files in shared memory and of folders.
+LEFT_BEHIND = "left_behind_{rank}"
 TIDY_SECONDS, TIDY_POLL_SECONDS = 1.5, 0.05
-
-
-def start_process(
-    process: PlannedProcess, stdin: Any = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
-    """Starts it in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone.
-
-    It ends with the launcher. Where a cluster's scheduler signals every process of a job to end, only the launcher and
-    the ranks, which listen again, take it as meant for them.
-    """
-    launcher = os.getpid()
-
-    def prepare() -> None:
-        end_with_parent(launcher)
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-
-    log = 2 if process.log is None else os.open(process.log, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        return subprocess.Popen(
-            process.command,
-            env=process.environment,
-            stdin=stdin,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            preexec_fn=prepare,
-        )
-    finally:
-        if process.log is not None:
-            os.close(log)
 
 
 class JobProcesses:

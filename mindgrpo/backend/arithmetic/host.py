@@ -1,0 +1,184 @@
+"""Computes with arrays of the host's memory; what lies in a device's memory comes to the host and goes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from mindgrpo.backend.arithmetic.contract import (
+    Arithmetic,
+    Columns,
+    Operation,
+    ShardedTensor,
+    Stored,
+    Updated,
+)
+from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.kernels.shapes import AdamWSettings
+
+# Elements of a pool: from where on, and how many.
+Span = tuple[int, int]
+
+
+def array_of(tensor: Stored, shape: Sequence[int] | None = None) -> np.ndarray:
+    """Returns the memory from the tensor's first element on, by default as its shape."""
+    with tensor.pool.on_host() as memory:
+        return memory.view(tensor.offset, tensor.shape if shape is None else shape)
+
+
+def runs_of(tensors: Sequence[Stored]) -> list[np.ndarray]:
+    """Returns the memory of tensors of one pool, [n] each, as few as these make up."""
+    runs: list[list[Stored]] = []
+    for tensor in tensors:
+        if runs and tensor.offset == runs[-1][-1].offset + runs[-1][-1].size:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return [array_of(run[0], (sum(one.size for one in run),)) for run in runs]
+
+
+class HostArithmetic(Arithmetic):
+    def __init__(self, backend: Backend) -> None:
+        self._kernels = backend.kernels
+
+    def sum_columns(self, columns: Sequence[Columns], group: Group) -> Operation:
+        views = [
+            array_of(own.tensor)[..., start:stop] for own in columns for start, stop in own.ranges
+        ]
+
+        def run() -> None:
+            flat = np.concatenate([view.reshape(-1) for view in views])
+            group.sum_array(flat)
+            start = 0
+            for view in views:
+                view[...] = flat[start : start + view.size].reshape(view.shape)
+                start += view.size
+
+        return run
+
+    def sum_tensors(self, tensors: Sequence[Stored], group: Group) -> Operation:
+        runs = runs_of(tensors)
+
+        def run() -> None:
+            for values in runs:
+                group.sum_array(values)
+
+        return run
+
+    def scatter_sum(
+        self, tensors: Sequence[ShardedTensor], gradients: Mapping[str, Stored], group: Group
+    ) -> Operation:
+        shares = [share for tensor in tensors for share in tensor.shares(tensors[0].whole.offset)]
+        (values,) = runs_of([gradients[tensor.whole.key] for tensor in tensors])
+        return lambda: group.sum_shares(values, shares)
+
+    def gather(
+        self,
+        tensors: Sequence[ShardedTensor],
+        trained: Mapping[str, Stored],
+        masters: Mapping[str, Stored] | None,
+        group: Group,
+    ) -> Operation:
+        shares = [share for tensor in tensors for share in tensor.shares(tensors[0].whole.offset)]
+        (values,) = runs_of([trained[tensor.whole.key] for tensor in tensors])
+        rounded = [
+            (whole[start:stop], share[at : at + stop - start])
+            for tensor in (tensors if masters is not None else ())
+            for whole in [array_of(trained[tensor.whole.key])]
+            for share in [array_of((masters or {})[tensor.whole.key])]
+            for start, stop, at in tensor.own_rows()
+        ]
+
+        def run() -> None:
+            for whole, share in rounded:
+                whole[...] = share
+            group.gather_shares(values, shares)
+
+        return run
+
+    def norm(
+        self, columns: Sequence[Columns], copies: Sequence[int], group: Group
+    ) -> Callable[[], float]:
+        views = [array_of(own.tensor)[own.region] for own in columns]
+        views = [
+            view.swapaxes(-1, -2) if own.is_transposed else view
+            for own, view in zip(columns, views, strict=True)
+        ]
+        square_of = self._kernels.square_sum
+
+        def run() -> float:
+            pairs = zip(views, copies, strict=True)
+            square = sum(square_of(view) / number for view, number in pairs)
+            return float(np.sqrt(group.sum_array(np.array([square], np.float64))[0]))
+
+        return run
+
+    def adamw(
+        self, tensors: Sequence[Updated], settings: AdamWSettings
+    ) -> Callable[[int, float, float], None]:
+        """Weights and gradients of a device travel: half as much as moments, which stay on the host, would."""
+        spans = list(_spans(tensors))
+        is_sharded = any(one.sharded for one in tensors)
+        if not tensors:
+            return lambda update, lr, scale: None
+        weights, gradients, first, second = (tensor.pool for tensor in tensors[0].tensors)
+
+        def run(update: int, lr: float, scale: float) -> None:
+            with (
+                weights.on_host(write=True) as w,
+                gradients.on_host(write=True) as g,
+                first.on_host() as f,
+                second.on_host() as s,
+            ):
+                for decays, own in spans:
+                    weight, gradient, *moments = (
+                        memory.view(start, (size,))
+                        for memory, (start, size) in zip((w, g, f, s), own, strict=True)
+                    )
+                    numbers = settings.at(update, lr, scale, decays)
+                    self._kernels.adamw(weight, gradient, moments[0], moments[1], numbers)
+                if is_sharded:
+                    # Of the others' rows they are sums that nobody needs.
+                    for one in tensors:
+                        g.view(one.gradient.offset, one.gradient.shape)[...] = 0.0
+
+        return run
+
+    def round(self, targets: Sequence[Stored], sources: Sequence[Stored]) -> Operation:
+        pairs = list(zip(runs_of(targets), runs_of(sources), strict=True))
+
+        def run() -> None:
+            for target, source in pairs:
+                target[...] = source
+
+        return run
+
+    def clear(self, tensors: Sequence[Stored]) -> None:
+        for values in runs_of(tensors):
+            values[...] = 0.0
+
+
+def _spans(tensors: Sequence[Updated]) -> Iterator[tuple[bool, list[Span]]]:
+    """Yields whether weights decay, and what is theirs in the four pools: neighbours together, or a share's rows."""
+    joined: list[tuple[bool, list[Span]]] = []
+    for one in tensors:
+        if one.sharded is not None:
+            size = one.sharded.row_size
+            for start, stop, at in one.sharded.own_rows():
+                begins = [
+                    tensor.offset + size * (start if tensor.shape == one.gradient.shape else at)
+                    for tensor in one.tensors
+                ]
+                yield one.decays, [(begin, (stop - start) * size) for begin in begins]
+            continue
+        own = [(tensor.offset, tensor.size) for tensor in one.tensors]
+        if joined and joined[-1][0] == one.decays and _ends(joined[-1][1]) == [b for b, _ in own]:
+            before = joined.pop()[1]
+            own = [(b, n + m) for (b, n), (_, m) in zip(before, own, strict=True)]
+        joined.append((one.decays, own))
+    yield from joined
+
+
+def _ends(spans: Sequence[Span]) -> list[int]:
+    return [start + size for start, size in spans]
