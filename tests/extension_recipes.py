@@ -255,4 +255,87 @@ assert json.loads(Path("run/summary.json").read_text())["backend"] == "toy"
     ),
 )
 
-RECIPES = (REWARD, LOSS, ESTIMATOR, KEY, FAMILY, ENGINE, TRACKER, ENVIRONMENT, DEVICE)
+TOKEN_ARRAY = Recipe(
+    "A per-token array",
+    STEP
+    + """
+small_runs.run(Path("inputs"), Path("run"), *words)
+(row,) = small_runs.rows(Path("run"))
+assert row["grad_norm"] > 100, row["grad_norm"]
+""",
+    (
+        Edit(
+            "mindgrpo/algorithm/token_arrays.py",
+            "TOKEN_ARRAYS: dict[str, TokenArray] = {\n",
+            "TOKEN_ARRAYS: dict[str, TokenArray] = {\n"
+            '    "costs": TokenArray("what tokens cost", np.float32),\n',
+        ),
+        Edit(
+            "mindgrpo/rollout/embedded/engine.py",
+            "                logps=batch.logps[i, :length].copy(),\n",
+            "                logps=batch.logps[i, :length].copy(),\n"
+            "                costs=np.full(length, 1000.0),\n",
+        ),
+        Edit(
+            "mindgrpo/training/stage_graphs.py",
+            "    penalties: Any\n",
+            "    penalties: Any\n    costs: Any\n",
+        ),
+        Edit(
+            "mindgrpo/training/stage_graphs.py",
+            "        old, reference, advantages, weights, rollout_is_weights, segments, shares, penalties = (\n"
+            "            inputs\n        )\n",
+            "        *most, costs = inputs\n"
+            "        old, reference, advantages, weights, rollout_is_weights, segments, shares, penalties = most\n",
+        ),
+        Edit(
+            "mindgrpo/training/stage_graphs.py",
+            "        return sum_ext(terms * weights)\n",
+            "        return sum_ext((terms + costs * ops.exp(logp - ops.stop_gradient(logp))) * weights)\n",
+        ),
+        Edit(
+            "mindgrpo/training/update.py",
+            "        penalties=spread(batch.penalties),\n    )\n\n\nPerToken",
+            "        penalties=spread(batch.penalties),\n"
+            '        costs=spread(batch.rollout.token_arrays["costs"]),\n    )\n\n\nPerToken',
+        ),
+    ),
+)
+
+AXIS = Recipe(
+    "A mesh axis",
+    STEP
+    + """
+from mindgrpo.parallel.mesh import Mesh
+assert Mesh(1, 2, hp=2).group(3, ("hp",)) == (1, 3)
+small_runs.run(Path("inputs"), Path("run"), "--actor_config.parallel_config.head_parallel=1", *words)
+assert len(small_runs.rows(Path("run"))) == 1
+""",
+    (
+        Edit(
+            "mindgrpo/parallel/mesh.py",
+            'DENSE = ("pp", "dp", "cp", "mp")',
+            'DENSE = ("pp", "dp", "cp", "hp", "mp")',
+        ),
+        Edit(
+            "mindgrpo/parallel/mesh.py", "    emp: int = 1\n", "    emp: int = 1\n    hp: int = 1\n"
+        ),
+        Edit(
+            "mindgrpo/parallel/mesh.py",
+            '    "pp": "pipeline_stage",\n',
+            '    "pp": "pipeline_stage",\n    "hp": "head_parallel",\n',
+        ),
+        Edit(
+            "mindgrpo/config/roles.py",
+            "    pipeline_stage: int = Field(1, ge=1)\n",
+            "    head_parallel: int = Field(1, ge=1)\n"
+            '    """number of ranks that share the heads of a layer"""\n'
+            "    pipeline_stage: int = Field(1, ge=1)\n",
+        ),
+    ),
+)
+
+RECIPES = (
+    *(REWARD, LOSS, ESTIMATOR, KEY, FAMILY, ENGINE, TRACKER, ENVIRONMENT, TOKEN_ARRAY, AXIS),
+    DEVICE,
+)

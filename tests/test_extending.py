@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text("utf-8")
 SECTIONS = dict(zip(*[iter(re.split(r"^## (.*)$", PAGE, flags=re.MULTILINE)[1:])] * 2, strict=True))
 # What a component of each kind may touch of the package.
-MOST_FILES = {"A reward function": 0, "A loss": 2, "An advantage estimator": 1, "A key": 3}
+MOST_FILES = {
+    "A reward function": 0,
+    "A loss": 2,
+    "An advantage estimator": 1,
+    "A key": 3,
+    "A per-token array": 4,
+}
 
 
 def patched(recipe: Recipe, folder: Path) -> Path:

@@ -140,7 +140,7 @@ def validate_world(config: Config, world_size: int, works: Works = lambda _: Tru
     ):
         if parallel is None:
             continue
-        axes = most if parallel.context_ranks > 1 else most[:3]
+        axes = most if parallel.mesh.cp > 1 else most[:3]
         layout = (parallel.replicas, *(getattr(parallel, axis) for axis in axes[1:]))
         size, is_reference = math.prod(layout), role == "ref_config"
         # The reference may leave ranks idle.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, field_validator
 
 from mindgrpo.algorithm.schedule import LRSchedule
+from mindgrpo.parallel.mesh import CONFIG_KEYS, DENSE, Mesh
 from mindgrpo.settings.section import AFTER_SIZE, BEFORE_LIST, BEFORE_TEXT, OptionalText, Section
 
 
@@ -72,7 +74,16 @@ class ParallelConfig(Section):
     @property
     def replica_ranks(self) -> int:
         """Counts the ranks of a replica."""
-        return self.model_parallel * self.pipeline_stage * self.context_ranks
+        return math.prod(self._size(axis) for axis in DENSE if axis != "dp")
+
+    @property
+    def mesh(self) -> Mesh:
+        """Returns the mesh of these ranks. Raises UserError."""
+        return Mesh(**{axis: self._size(axis) for axis in CONFIG_KEYS})
+
+    def _size(self, axis: str) -> int:
+        """Returns the size of an axis; 1 where a role has no key for it."""
+        return self.replicas if axis == "dp" else getattr(self, CONFIG_KEYS[axis], 1)
 
     @property
     def num_chunks(self) -> int:
@@ -83,16 +94,6 @@ class ParallelConfig(Section):
     def splits_tokens(self) -> bool:
         """Tells whether the ranks of a layer share out its tokens between attention and MLP."""
         return False
-
-    @property
-    def context_ranks(self) -> int:
-        """Counts the ranks that share each row of tokens."""
-        return 1
-
-    @property
-    def expert_columns(self) -> int:
-        """Counts the ranks that each expert is cut over."""
-        return 1
 
 
 class ScoreParallelConfig(ParallelConfig):
@@ -116,14 +117,6 @@ class ScoreParallelConfig(ParallelConfig):
     @property
     def splits_tokens(self) -> bool:
         return self.use_seq_parallel and self.model_parallel > 1
-
-    @property
-    def context_ranks(self) -> int:
-        return self.context_parallel
-
-    @property
-    def expert_columns(self) -> int:
-        return self.expert_tensor_parallel
 
 
 class TrainParallelConfig(ScoreParallelConfig):

@@ -35,7 +35,7 @@ def _micro_shape(config: Config, rows: int, ragged: bool, parallel: ParallelConf
 
     Rounded up where ranks share out the tokens.
     """
-    ranks = parallel.context_ranks
+    ranks = parallel.mesh.cp
     rl, generate = config.rl_config, config.generate_config
     per_row, length = rl.pack_num if rl.packing else 1, rl.seq_length
     # Environments may give prompts of their own, of any length.
