@@ -319,7 +319,7 @@ def test_experts_in_groups_and_latents_are_read_as_deepseek_names_them() -> None
         has_bias=True,
     )
     assert config.latent == LatentConfig(
-        query_rank=None, rank=10, still=6, turning=4, value=8, is_interleaved=True
+        query_rank=None, rank=10, nope_dim=6, rope_dim=4, value=8, is_interleaved=True
     )
     assert (config.head_dim, config.query_scale) == (10, 10**-0.5)
     # ln 40 / 10 + 1, squared: what YaRN makes of scores.

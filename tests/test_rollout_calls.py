@@ -277,7 +277,7 @@ def latent_layer(rng: Generator, shape: LocalModelShape, has_experts: bool) -> L
         latent_norm=floats(rng, latents.rank),
         query_norm=floats(rng, latents.query_rank) if queried else None,
         query_up=matrix(latents.query_rank, queries) if queried else None,
-        latent_up=matrix(latents.rank, heads * (latents.still + latents.value)),
+        latent_up=matrix(latents.rank, heads * (latents.nope_dim + latents.value)),
     )
 
 

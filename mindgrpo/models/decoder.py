@@ -261,8 +261,10 @@ class Rotary:
         self.shard, config = shard, shard.config
         local = [config.layers[index].is_local for index in shard.layers]
         kinds = sorted(set(local))
-        still = config.latent.rank if config.latent is not None and is_cached else None
-        self.tables = [rotary_table(config, num_positions, is_local, still) for is_local in kinds]
+        nope_dim = config.latent.rank if config.latent is not None and is_cached else None
+        self.tables = [
+            rotary_table(config, num_positions, is_local, nope_dim) for is_local in kinds
+        ]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
     def context(self, kind: int, is_causal: bool) -> nn.Cell:

@@ -86,15 +86,15 @@ class LatentConfig:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): dims of what a token's heads are made of.
 
     Keys and values are products of a latent `rank` wide, queries of one `query_rank` wide, or of the hidden state where
-    that is None. A head of queries and keys has `still` dims without positions, then `turning` ones with them, which in
-    keys are one head for all; pairs that turn together are neighbours where `is_interleaved`, else halves. A head of
+    that is None. A head of queries and keys has `nope_dim` dims without positions, then `rope_dim` ones with them, of
+    which keys have one head for all; pairs that turn together are neighbours where `is_interleaved`, else halves. A head of
     values has `value` dims.
     """
 
     query_rank: int | None
     rank: int
-    still: int
-    turning: int
+    nope_dim: int
+    rope_dim: int
     value: int
     is_interleaved: bool
 
@@ -161,8 +161,8 @@ class DecoderConfig:
         if (latent := self.latent) is None:
             kv_heads = max(1, self.num_key_value_heads // tp_size)
             return 2 * hidden * self.head_dim * (heads + kv_heads)
-        queries, down = heads * self.head_dim, latent.rank + latent.turning
-        up = latent.rank * heads * (latent.still + latent.value)
+        queries, down = heads * self.head_dim, latent.rank + latent.rope_dim
+        up = latent.rank * heads * (latent.nope_dim + latent.value)
         if latent.query_rank is None:
             down += queries
         else:
@@ -282,7 +282,7 @@ def _heads(raw: Mapping[str, Any], where: str, latent: LatentConfig | None) -> t
     head_dim = _positive(raw, "head_dim", where) if "head_dim" in raw else hidden // heads
     if latent is not None:
         # What the file calls so is the width of the part with positions.
-        head_dim = latent.still + latent.turning
+        head_dim = latent.nope_dim + latent.rope_dim
     kv = "num_key_value_heads"
     kv_heads = _positive(raw, kv, where) if kv in raw else heads
     if heads % kv_heads:
@@ -307,22 +307,22 @@ def _latents(raw: Mapping[str, Any], named: Mapping[str, Any], where: str) -> La
     latent = LatentConfig(
         query_rank=_positive(raw, "q_lora_rank", where) if "q_lora_rank" in raw else None,
         rank=_positive(raw, "kv_lora_rank", where),
-        still=_positive(raw, "qk_nope_head_dim", where),
-        turning=_positive(raw, "qk_rope_head_dim", where),
+        nope_dim=_positive(raw, "qk_nope_head_dim", where),
+        rope_dim=_positive(raw, "qk_rope_head_dim", where),
         value=_positive(raw, "v_head_dim", where),
         is_interleaved=_switch(raw, "rope_interleave", where),
     )
     for key, size in {
         "kv_lora_rank": latent.rank,
-        "qk_nope_head_dim": latent.still,
-        "qk_rope_head_dim": latent.turning,
+        "qk_nope_head_dim": latent.nope_dim,
+        "qk_rope_head_dim": latent.rope_dim,
     }.items():
         if size % 2:
             raise UserError(f"{where}: {key} is {size}, but only even widths are computed here.")
-    if latent.value > latent.still + latent.turning:
+    if latent.value > latent.nope_dim + latent.rope_dim:
         raise UserError(
             f"{where}: v_head_dim is {latent.value}, but values wider than keys (qk_nope_head_dim + qk_rope_head_dim "
-            f"{latent.still + latent.turning}) are not computed here."
+            f"{latent.nope_dim + latent.rope_dim}) are not computed here."
         )
     return latent
 

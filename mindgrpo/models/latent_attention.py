@@ -34,12 +34,12 @@ class LatentAttention(nn.Cell):
         name, latent = prefix + "self_attn.", shard.config.latent
         assert latent is not None
         self.heads, self.dim, self.value = shard.query_heads, shard.config.head_dim, latent.value
-        self.still, self.turning, self.rank = latent.still, latent.turning, latent.rank
+        self.nope_dim, self.rope_dim, self.rank = latent.nope_dim, latent.rope_dim, latent.rank
         self.is_interleaved, self.are_cached = latent.is_interleaved, are_cached
         self.down = shard.entering(shard.linear(name + "qkv_a_proj.weight"))
         self.has_query_latent = latent.query_rank is not None
         queries = latent.query_rank or self.heads * self.dim
-        self.split, self.widths = SplitWithSize(), (queries, latent.rank, latent.turning)
+        self.split, self.widths = SplitWithSize(), (queries, latent.rank, latent.rope_dim)
         self.vector = shard.vector()
         self.norm = shard.cell(shard.kernels.rms_norm, LATENT_EPS)
         self.kv_norm = shard[name + "kv_a_layernorm.weight"]
@@ -58,59 +58,59 @@ class LatentAttention(nn.Cell):
 
     def construct(self, x: Any, context: Any) -> Any:
         made = self.down(x)
-        queries, latents, turning = self.split(made, self.widths, 1)
+        queries, latents, rope = self.split(made, self.widths, 1)
         if self.has_query_latent:
             queries = self.q_up(self.norm(queries, self.vector(self.q_norm)))
         latents = self.norm(latents, self.vector(self.kv_norm))
         queries = queries.reshape(-1, self.heads, self.dim)
-        turning = ops.expand_dims(turning, 1)
+        rope = ops.expand_dims(rope, 1)
         if self.are_cached:
-            mixed = self.of_latents(queries, latents, turning, context)
+            mixed = self.of_latents(queries, latents, rope, context)
         else:
-            mixed = self.of_heads(queries, latents, turning, context)
+            mixed = self.of_heads(queries, latents, rope, context)
         return self.leave(self.out(mixed), made)
 
-    def of_heads(self, queries: Any, latents: Any, turning: Any, context: Any) -> Any:
+    def of_heads(self, queries: Any, latents: Any, rope: Any, context: Any) -> Any:
         """Makes keys and values of each head -> mixed [N, Q V]."""
-        both = self.kv_up(latents).reshape(-1, self.heads, self.still + self.value)
-        keys, values = self.split(both, (self.still, self.value), 2)
-        keys = self.laid_out(keys, ops.tile(turning, (1, self.heads, 1)))
+        both = self.kv_up(latents).reshape(-1, self.heads, self.nope_dim + self.value)
+        keys, values = self.split(both, (self.nope_dim, self.value), 2)
+        keys = self.laid_out(keys, ops.tile(rope, (1, self.heads, 1)))
         beyond = self.dim - self.value
         if beyond > 0:
             nothing = ops.zeros((both.shape[0], self.heads, beyond), both.dtype)
             values = ops.concat((values, nothing), 2)
-        queries = self.laid_out(*self.split(queries, (self.still, self.turning), 2))
+        queries = self.laid_out(*self.split(queries, (self.nope_dim, self.rope_dim), 2))
         mixed = self.attended(ops.concat((queries, keys, values), 1), context)
         if beyond > 0:
             mixed = mixed.reshape(-1, self.heads, self.dim)
             mixed, _ = self.split(mixed, (self.value, beyond), 2)
         return mixed.reshape(-1, self.heads * self.value)
 
-    def of_latents(self, queries: Any, latents: Any, turning: Any, context: Any) -> Any:
+    def of_latents(self, queries: Any, latents: Any, rope: Any, context: Any) -> Any:
         """Mixes latents, of which values are made then -> mixed [N, Q V]."""
         # [C, Q, S + V] -> [Q, C, ..]
         matrix = ops.cast(self.kv_matrix, queries.dtype)
         matrix = matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
-        to_keys, to_values = self.split(matrix, (self.still, self.value), 2)
-        still, queries = self.split(queries, (self.still, self.turning), 2)
-        seeking = self.multiply_back(still.transpose(1, 0, 2), to_keys)
+        to_keys, to_values = self.split(matrix, (self.nope_dim, self.value), 2)
+        nope, queries = self.split(queries, (self.nope_dim, self.rope_dim), 2)
+        seeking = self.multiply_back(nope.transpose(1, 0, 2), to_keys)
         seeking = self.laid_out(seeking.transpose(1, 0, 2), queries)
-        keys = self.laid_out(ops.expand_dims(latents, 1), turning)
+        keys = self.laid_out(ops.expand_dims(latents, 1), rope)
         mixed = self.attended(ops.concat((seeking, keys, keys), 1), context)
-        halves = mixed.reshape(-1, self.heads, 2, (self.rank + self.turning) // 2)
-        mixed, _ = self.split(halves, (self.rank // 2, self.turning // 2), 3)
+        halves = mixed.reshape(-1, self.heads, 2, (self.rank + self.rope_dim) // 2)
+        mixed, _ = self.split(halves, (self.rank // 2, self.rope_dim // 2), 3)
         mixed = mixed.reshape(-1, self.heads, self.rank)
         values = self.multiply(mixed.transpose(1, 0, 2), to_values)
         return values.transpose(1, 0, 2).reshape(-1, self.heads * self.value)
 
-    def laid_out(self, still: Any, turning: Any) -> Any:
+    def laid_out(self, nope: Any, rope: Any) -> Any:
         """[N, heads, S or C] and [N, heads, T] -> heads as kernels turn them."""
-        count, heads = still.shape[0], still.shape[1]
+        count, heads = nope.shape[0], nope.shape[1]
         if self.is_interleaved:
-            pairs = turning.reshape(count, heads, -1, 2).transpose(0, 1, 3, 2)
+            pairs = rope.reshape(count, heads, -1, 2).transpose(0, 1, 3, 2)
         else:
-            pairs = turning.reshape(count, heads, 2, -1)
-        halves = ops.concat((still.reshape(count, heads, 2, -1), pairs), 3)
+            pairs = rope.reshape(count, heads, 2, -1)
+        halves = ops.concat((nope.reshape(count, heads, 2, -1), pairs), 3)
         return halves.reshape(count, heads, -1)
 
     def attended(self, heads: Any, context: Any) -> Any:

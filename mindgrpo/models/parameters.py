@@ -132,7 +132,7 @@ def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> li
         options |= split or {"summed_over": PARTIAL}
         return ParameterSpec(f"{prefix}{name}.weight", shape, **options)
 
-    hidden, queries, values = config.hidden_size, config.head_dim, latent.still + latent.value
+    hidden, queries, values = config.hidden_size, config.head_dim, latent.nope_dim + latent.value
     if latent.query_rank is None:
         of_queries = [matrix("q_proj", (heads * queries, hidden), queries, fused_key=key)]
     else:
@@ -143,7 +143,7 @@ def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> li
         ]
     return [
         *of_queries,
-        matrix("kv_a_proj_with_mqa", (latent.rank + latent.turning, hidden), fused_key=key),
+        matrix("kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden), fused_key=key),
         norm("kv_a", latent.rank),
         matrix("kv_b_proj", (heads * values, latent.rank), values),
         matrix("o_proj", (hidden, heads * latent.value), latent.value, dim=1),

@@ -13,16 +13,16 @@ from mindgrpo.models.decoder_config import DecoderConfig, yarn_magnitude
 
 
 def rotary_table(
-    config: DecoderConfig, num_positions: int, is_local: bool = False, still: int | None = None
+    config: DecoderConfig, num_positions: int, is_local: bool = False, nope_dim: int | None = None
 ) -> np.ndarray:
     """Returns float32 [num_positions, 2 D]: cos of each angle, then sin; both halves of a head turn alike.
 
-    `is_local`: of the model's local layers. Of models with latents, heads have `still` dims (None: as in the
-    configuration), half of them at the start of each half, which do not turn, and the `turning` dims behind these.
+    `is_local`: of the model's local layers. Of models with latents, heads have `nope_dim` dims (None: as in the
+    configuration), half of them at the start of each half, which do not turn, and the `rope_dim` dims behind these.
     """
     latent, scaling = config.latent, None if is_local else config.rope_scaling
     theta = config.local_rope_theta if is_local else config.rope_theta
-    width = config.head_dim if latent is None else latent.turning
+    width = config.head_dim if latent is None else latent.rope_dim
     frequencies = 1.0 / power(theta, np.arange(0, width, 2, dtype=np.float32) / width)
     magnitude = np.ones(len(frequencies), np.float32)
     if scaling is not None and "mscale" in scaling:
@@ -31,7 +31,7 @@ def rotary_table(
     elif scaling is not None:
         frequencies = _llama3(frequencies, scaling)
     if latent is not None:
-        before = (latent.still if still is None else still) // 2
+        before = (latent.nope_dim if nope_dim is None else nope_dim) // 2
         frequencies = np.pad(frequencies, (before, 0))
         magnitude = np.pad(magnitude, (before, 0), constant_values=1.0)
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * frequencies[None, :]

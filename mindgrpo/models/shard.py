@@ -100,7 +100,7 @@ def local_latents(config: DecoderConfig) -> LocalLatents | None:
     """Returns the latents that the generator caches; None in models without."""
     if (latent := config.latent) is None:
         return None
-    widths = latent.rank, latent.query_rank or 0, latent.still, latent.turning, latent.value
+    widths = latent.rank, latent.query_rank or 0, latent.nope_dim, latent.rope_dim, latent.value
     return LocalLatents(*widths, latent.is_interleaved, LATENT_EPS)
 
 
@@ -121,7 +121,7 @@ def cached_heads(config: DecoderConfig, tp_size: int) -> Heads:
     heads = local_heads(config, tp_size)
     if (latent := config.latent) is None:
         return heads
-    return replace(heads, kv=1, dim=latent.rank + latent.turning)
+    return replace(heads, kv=1, dim=latent.rank + latent.rope_dim)
 
 
 @dataclass(frozen=True)

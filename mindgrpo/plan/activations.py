@@ -396,8 +396,8 @@ def _beside_heads(model: DecoderConfig, tp_size: int) -> int:
     if (latent := model.latent) is None:
         return 0
     heads = model.num_attention_heads // tp_size
-    made = heads * (model.head_dim + latent.still + 2 * latent.value)
-    return made + 2 * ((latent.query_rank or 0) + latent.rank) + latent.turning
+    made = heads * (model.head_dim + latent.nope_dim + 2 * latent.value)
+    return made + 2 * ((latent.query_rank or 0) + latent.rank) + latent.rope_dim
 
 
 def _merged_bytes(plan: RunPlan) -> int:

@@ -242,7 +242,7 @@ class RankShare:
         self.sum_bytes = FLOAT_BYTES if is_wide else itemsize
         kv_width = 2 * max(1, model.num_key_value_heads / mp) * model.head_dim
         if model.latent is not None:
-            kv_width = model.latent.rank + model.latent.turning
+            kv_width = model.latent.rank + model.latent.rope_dim
         self.cached = kv_width * itemsize
 
     def read_by(self, tokens: float) -> float:

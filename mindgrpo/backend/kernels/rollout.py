@@ -37,23 +37,23 @@ class LocalExperts:
 class LocalLatents:
     """The latents of attention, as decoder_config.LatentConfig has them; `query_rank` is 0 where queries have none.
 
-    The heads of a model with these are its queries' and one of keys, `rank` + `turning` wide.
+    The heads of a model with these are its queries' and one of keys, `rank` + `rope_dim` wide.
     """
 
     rank: int
     query_rank: int
-    still: int
-    turning: int
+    nope_dim: int
+    rope_dim: int
     value: int
     is_interleaved: bool
     eps: float
 
     def query_width(self, queries: int) -> int:
-        return queries * (self.still + self.turning)
+        return queries * (self.nope_dim + self.rope_dim)
 
     def down_width(self, queries: int) -> int:
         """Returns the width of what the first product makes."""
-        return (self.query_rank or self.query_width(queries)) + self.rank + self.turning
+        return (self.query_rank or self.query_width(queries)) + self.rank + self.rope_dim
 
 
 @dataclass(frozen=True)

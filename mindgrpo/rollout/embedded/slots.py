@@ -146,9 +146,9 @@ class SlotDecoder:
             self.weight_pools.append(packed)
             with packed.on_host() as memory_of_packed:
                 memory = replace(memory, packed=memory_of_packed.view(0, (size,)))
-        still = None if shard.config.latent is None else shard.config.latent.rank
+        nope_dim = None if shard.config.latent is None else shard.config.latent.rank
         num_positions = cache_config.max_prompt + cache_config.max_tokens
-        rotary = rotary_table(shard.config, num_positions, still=still)
+        rotary = rotary_table(shard.config, num_positions, nope_dim=nope_dim)
         self._slots = shard.kernels.slots(
             model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
         )

@@ -160,12 +160,12 @@ static void attend_rows(const Work *w, Member member) {
 }
 
 /* A head as it is turned: halves of what does not turn, then of what does, whose pairs may be neighbours. */
-static void lay_out(const Rollout *g, const float *latent, const float *turning, float *head) {
-    int64_t rank = g->latent_rank / 2, pairs = g->turning / 2;
+static void lay_out(const Rollout *g, const float *latent, const float *rope, float *head) {
+    int64_t rank = g->latent_rank / 2, pairs = g->rope_dim / 2;
     for (int64_t half = 0; half < 2; half++, head += rank + pairs) {
         memcpy(head, latent + half * rank, rank * sizeof(float));
         for (int64_t i = 0; i < pairs; i++)
-            head[rank + i] = turning[g->is_interleaved ? 2 * i + half : half * pairs + i];
+            head[rank + i] = rope[g->is_interleaved ? 2 * i + half : half * pairs + i];
     }
 }
 
@@ -174,8 +174,8 @@ static void lay_out(const Rollout *g, const float *latent, const float *turning,
 static void make_latents(const Work *w, Member member) {
     const Rollout *g = w->g;
     const LayerWeights *weights = layer_weights(g, w->layer);
-    int64_t wide = g->still + g->turning, queries = query_width(g), down = down_width(g), rank = g->latent_rank, begin, end;
-    int64_t behind = g->query_rank ? g->query_rank : queries, ld = queries, both = g->still + g->value;
+    int64_t wide = g->nope_dim + g->rope_dim, queries = query_width(g), down = down_width(g), rank = g->latent_rank, begin, end;
+    int64_t behind = g->query_rank ? g->query_rank : queries, ld = queries, both = g->nope_dim + g->value;
     const float *made = w->heads;
     multiply(g, member, g->first_matrix[w->layer] + QKV, 1, w->rows, down, g->hidden, w->normed, g->hidden, w->first, 0,
              w->down, down);
@@ -201,14 +201,14 @@ static void make_latents(const Work *w, Member member) {
     }
     float *seeking = w->mixed;
     for (int64_t head = 0; head < g->queries; head++)
-        gemm((Member){0, 1}, end - begin, rank, g->still, made + begin * ld + head * wide, ld, 1,
+        gemm((Member){0, 1}, end - begin, rank, g->nope_dim, made + begin * ld + head * wide, ld, 1,
              weights->latent_up + head * both, g->queries * both, 1, seeking + begin * g->queries * rank + head * rank,
              g->queries * rank, 0);
     for (int64_t i = begin; i < end; i++) {
         float *out = w->qkv + i * w->width;
         const float *row = w->down + i * down + behind;
         for (int64_t head = 0; head < g->queries; head++, out += g->dim)
-            lay_out(g, seeking + (i * g->queries + head) * rank, made + i * ld + head * wide + g->still, out);
+            lay_out(g, seeking + (i * g->queries + head) * rank, made + i * ld + head * wide + g->nope_dim, out);
         lay_out(g, row, row + rank, out);
         memcpy(out + g->dim, out, g->dim * sizeof(float));
     }
@@ -217,7 +217,7 @@ static void make_latents(const Work *w, Member member) {
 /* Values of each head, in `heads`, of the latents that attention has mixed. */
 static void make_values(const Work *w, Member member) {
     const Rollout *g = w->g;
-    int64_t rank = g->latent_rank, both = g->still + g->value, begin, end;
+    int64_t rank = g->latent_rank, both = g->nope_dim + g->value, begin, end;
     share_out(member, w->rows, &begin, &end);
     for (int64_t i = begin * g->queries; i < end * g->queries; i++)
         for (int64_t half = 0; half < 2; half++)
@@ -225,7 +225,7 @@ static void make_values(const Work *w, Member member) {
                    rank / 2 * sizeof(float));
     for (int64_t head = 0; head < g->queries; head++)
         gemm((Member){0, 1}, end - begin, g->value, rank, w->qkv + (begin * g->queries + head) * rank, g->queries * rank, 1,
-             layer_weights(g, w->layer)->latent_up + head * both + g->still, g->queries * both, 0,
+             layer_weights(g, w->layer)->latent_up + head * both + g->nope_dim, g->queries * both, 0,
              w->heads + (begin * g->queries + head) * g->value, g->queries * g->value, 0);
     pool_meet(member);
 }

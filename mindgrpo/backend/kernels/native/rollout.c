@@ -56,9 +56,9 @@ static int check_table(const Call *call, const Rollout *g) {
         g->routed < 0 || g->routed > g->experts || g->expert_layers > g->layers || g->groups < 1 || g->experts % g->groups ||
         g->groups_taken < 1 || g->groups_taken > g->groups)
         return refuse(call, "%ld experts from %ld on of %ld", g->local_experts, g->first_expert, g->experts);
-    if (g->latent_rank && (g->latent_rank < 0 || g->query_rank < 0 || g->kv != 1 || g->dim != g->latent_rank + g->turning ||
-                           g->latent_rank % 2 || g->turning % 2 || g->value > g->still + g->turning))
-        return refuse(call, "%ld heads of %ld for latents of %ld and %ld", g->kv, g->dim, g->latent_rank, g->turning);
+    if (g->latent_rank && (g->latent_rank < 0 || g->query_rank < 0 || g->kv != 1 || g->dim != g->latent_rank + g->rope_dim ||
+                           g->latent_rank % 2 || g->rope_dim % 2 || g->value > g->nope_dim + g->rope_dim))
+        return refuse(call, "%ld heads of %ld for latents of %ld and %ld", g->kv, g->dim, g->latent_rank, g->rope_dim);
     if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
     return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
 }
@@ -80,7 +80,7 @@ Rollout *rollout_of(const Call *call, const int32_t *meta) {
                                {'C', g->latent_rank},
                                {'A', g->query_rank},
                                {'U', query_width(g)},
-                               {'Z', g->queries * (g->still + g->value)}};
+                               {'Z', g->queries * (g->nope_dim + g->value)}};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
         int64_t value = dim(call, dims[i][0]);
         if (value < 0 || value == dims[i][1]) continue;

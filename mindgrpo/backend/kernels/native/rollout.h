@@ -29,7 +29,7 @@
     NUMBER(int64_t, expert_layers) ARRAY(int32_t, expert_layer, g->layers) NUMBER(int64_t, shared_inner)              \
     /* latent attention: widths of the latent that is cached, which is 0 without it, and of the queries' one, 0 where these \
      * are made of hidden states; of a head without and with positions, and of one of values */                       \
-    NUMBER(int64_t, latent_rank) NUMBER(int64_t, query_rank) NUMBER(int64_t, still) NUMBER(int64_t, turning)          \
+    NUMBER(int64_t, latent_rank) NUMBER(int64_t, query_rank) NUMBER(int64_t, nope_dim) NUMBER(int64_t, rope_dim)          \
     NUMBER(int64_t, value) NUMBER(int64_t, is_interleaved) NUMBER(double, latent_eps)                                 \
     NUMBER(int64_t, vocab) NUMBER(int64_t, vocab_rows) NUMBER(int64_t, first_token)                                   \
     NUMBER(int64_t, tp_size) NUMBER(int64_t, tp_rank)                                                                 \
@@ -107,9 +107,9 @@ typedef struct {
 enum { WEIGHTS = sizeof(LayerWeights) / sizeof(int64_t), TOKEN_WEIGHTS = sizeof(TokenWeights) / sizeof(int64_t) };
 
 /* Of latent attention: all heads of queries, what latents are made with them, all heads of values. */
-static inline int64_t query_width(const Rollout *g) { return g->queries * (g->still + g->turning); }
+static inline int64_t query_width(const Rollout *g) { return g->queries * (g->nope_dim + g->rope_dim); }
 static inline int64_t down_width(const Rollout *g) {
-    return (g->query_rank ? g->query_rank : query_width(g)) + g->latent_rank + g->turning;
+    return (g->query_rank ? g->query_rank : query_width(g)) + g->latent_rank + g->rope_dim;
 }
 
 /* What a layer's last product of attention reads. */

@@ -156,8 +156,8 @@ def _latent_numbers(latents: LocalLatents | None) -> dict[str, float]:
     return {
         "latent_rank": latents.rank,
         "query_rank": latents.query_rank,
-        "still": latents.still,
-        "turning": latents.turning,
+        "nope_dim": latents.nope_dim,
+        "rope_dim": latents.rope_dim,
         "value": latents.value,
         "is_interleaved": int(latents.is_interleaved),
         "latent_eps": latents.eps,
