@@ -87,8 +87,8 @@ class LatentConfig:
 
     Keys and values are products of a latent `rank` wide, queries of one `query_rank` wide, or of the hidden state where
     that is None. A head of queries and keys has `nope_dim` dims without positions, then `rope_dim` ones with them, of
-    which keys have one head for all; pairs that turn together are neighbours where `is_interleaved`, else halves. A head of
-    values has `value` dims.
+    which keys have one head for all; pairs that turn together are neighbours where `is_interleaved`, else halves. A
+    head of values has `value` dims.
     """
 
     query_rank: int | None
