@@ -14,6 +14,7 @@ from itertools import chain
 
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.schedule import chunks_in_flight
+from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import LocalExperts
 from mindgrpo.backend.kernels.shapes import Heads
@@ -33,6 +34,7 @@ from mindgrpo.models.shard import (
 from mindgrpo.parallel.sharding import Layout, local_shape
 from mindgrpo.plan.micro_shapes import Kind, kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.run_plan import RunPlan
+from mindgrpo.rollout.embedded.kv_cache import missing_options
 
 FLOAT = ITEM_BYTES["float32"]
 WHOLE_LAYER = frozenset(("attention", "mlp"))
@@ -462,7 +464,8 @@ def _gradients(plan: RunPlan) -> Mapping[int | str, int]:
 
 def _rollout_bytes(plan: RunPlan) -> int:
     """Computes the bytes of the plain decoder's graphs: prompts, or one token a slot. The loop in C has only pools."""
-    if plan.config.generate_config.uses_vllm or plan.keeps_slots:
+    keeps = keeps_slots(plan.config.context.target) and not missing_options(plan.model)
+    if plan.config.generate_config.uses_vllm or keeps:
         return 0
     cache, heads = plan.cache_config, cached_heads(plan.model, plan.infer.mesh.mp)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)

@@ -156,8 +156,6 @@ def _largest(layout: Layout) -> int:
     return max(sizes.values())
 
 
-# Roles that are made again instead of kept on the host (grpo/roles.py).
-REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
 # Of a token in a checkpoint's manifest: its id, log-prob and turn.
 TOKEN_BYTES = 16
 # Policy and the optimizer's two moments, in float32.
@@ -244,9 +242,8 @@ class HostPlan:
         if budget is not None:
             budget = max(budget, *(row.total for row in plan.memory()))
         residency = Residency(budget, keeps=True, reserved=reserved)
-        for role, size in plan.bytes_by_role(train, reference).items():
-            is_rebuilt = role in REBUILT
-            residency.register(role, [CountedPool(size)], is_rebuilt, filled=not is_rebuilt)
+        sizes = plan.bytes_by_role(train, reference)
+        residency.add({role: [CountedPool(size)] for role, size in sizes.items()})
         for phase in self._phases():
             residency.activate(phase)
         return residency

@@ -358,9 +358,9 @@ FAULTS = (
     ),
     Fault(
         "plan-counts-one-moment",
-        "mindgrpo/plan/run_plan.py",
-        '"optimizer": 2 * self.optimizer_bytes(stage),',
-        '"optimizer": self.optimizer_bytes(stage),',
+        "mindgrpo/training/policy.py",
+        'by_role["optimizer"] = [moment.pool for moment in self.moments]',
+        'by_role["optimizer"] = [moment.pool for moment in self.moments[:1]]',
         "a run that does not fit is said to fit",
     ),
     Fault(
