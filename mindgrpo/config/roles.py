@@ -8,6 +8,7 @@ import yaml
 from pydantic import Field, field_validator
 
 from mindgrpo.config.section import AFTER_SIZE, BEFORE_LIST, BEFORE_TEXT, OptionalText, Section
+from mindgrpo.parallel.mesh import CONFIG_KEYS, Mesh
 
 
 class VllmConfig(Section):
@@ -67,6 +68,11 @@ class ParallelConfig(Section):
     def replicas(self) -> int:
         """Returns data_parallel; 1 where the run's ranks have yet to say."""
         return self.data_parallel or 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """Returns the mesh of the section's keys: every axis that is a key here has its number."""
+        return Mesh(**{axis: getattr(self, key, None) or 1 for axis, key in CONFIG_KEYS.items()})
 
     @property
     def replica_ranks(self) -> int:

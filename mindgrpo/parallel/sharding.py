@@ -313,6 +313,14 @@ class Layout:
         """Counts the elements of `local_shapes`. Raises UserError where the mesh would cut heads."""
         return {name: prod(shape) for name, shape in self.local_shapes.items()}
 
+    @cached_property
+    def stored_sizes(self) -> dict[str, int]:
+        """Counts the elements of each stored tensor on a rank, by its key."""
+        sizes: dict[str, int] = {}
+        for spec in self.specs:
+            sizes[spec.key] = sizes.get(spec.key, 0) + self.local_sizes[spec.name]
+        return sizes
+
     @property
     def token_shares(self) -> int:
         """Counts the shares of tokens that the ranks of a model group have between products."""

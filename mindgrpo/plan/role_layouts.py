@@ -23,15 +23,7 @@ def layout_of(
     where: str = "actor_config.parallel_config",
 ) -> Layout:
     """Lays out the whole model; `where` is the section that `degrees` are of. Raises UserError."""
-    mesh = Mesh(
-        degrees.replicas,
-        degrees.model_parallel,
-        degrees.pipeline_stage,
-        degrees.context_ranks,
-        degrees.expert_parallel,
-        degrees.expert_columns,
-    )
-    splits_tokens = degrees.splits_tokens
+    mesh, splits_tokens = degrees.mesh, degrees.splits_tokens
     check_experts(mesh, model, splits_tokens, where)
     specs = parameter_specs(model, splits_tokens)
     return Layout.of(mesh, specs, offset, splits_tokens, degrees.num_chunks)

@@ -82,6 +82,10 @@ class RunPlan:
         return self.train.mesh.size
 
     @property
+    def syncs_reference(self) -> bool:
+        return self.reference is not None and self.config.ref_config.sync_ref_model
+
+    @property
     def lora(self) -> LoraSettings | None:
         lora = self.config.actor_config.lora
         if lora.rank is None:
@@ -178,7 +182,9 @@ class RunPlan:
         sizes: dict[str, int] = {}
         for role, pools in chain.from_iterable(by_role.items() for by_role in own):
             sizes[role] = max(sizes.get(role, 0), sum(pool.num_bytes for pool in pools))
-        return {role: size for role, size in sizes.items() if size}
+        # In the order in which a run registers them, in which they leave the device.
+        ordered = sorted(sizes, key=lambda role: role.endswith("_copy"))
+        return {role: sizes[role] for role in ordered if sizes[role]}
 
     def _on_rank(self, mesh: Mesh, stage: int = 0) -> CountingBackend:
         return CountingBackend(self.config, mesh, stage, self.batch_invariant)
@@ -222,7 +228,7 @@ class RunPlan:
         dtype = backend.compute_dtype
         weights = [Weights(layout, backend.rank, backend, "reference", dtype=dtype).pool]
         copies: list[Pool] = []
-        if ref.sync_ref_model:
+        if self.syncs_reference:
             # The policy in the reference's layout while the two are mixed, and its adapters there.
             mixed = weights if ref.ref_model_mixup_alpha < 1.0 else []
             copies = [*mixed, *self._adapters_on(layout, backend)]
@@ -342,17 +348,11 @@ def _options(layout: Layout) -> str:
     return words
 
 
-def share_of(layout: Layout, stage: int) -> int:
-    """Counts the elements of a rank of the stage with the padding of short shares; LARGEST: of the largest rank."""
-    sizes = layout.stage_sizes
-    return max(sizes) if stage == LARGEST else sizes[stage]
-
-
 def generator_bytes(config: Config, layout: Layout) -> int:
     """Returns the bytes of the weights of the rank of `layout`, or the worker of vLLM, that holds most."""
     generate = config.generate_config
     dtype = engine_dtype(config) if generate.uses_vllm else compute_dtype(config)
-    return share_of(layout, LARGEST) * ITEM_BYTES[dtype]
+    return max(layout.stage_sizes) * ITEM_BYTES[dtype]
 
 
 def plan_run(

@@ -22,7 +22,7 @@ from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.micro_shapes import kernel_kind, reference_shape, update_shape
-from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, share_of
+from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan
 from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
 # Kernels of each graph, of a layer and beside all layers; `backward` is the last stage's. Of fused kernels they are
@@ -448,7 +448,7 @@ class Roofline:
         received = [moves.received_bytes(rank) for rank in range(moves.num_ranks)]
         written = max(moves.kept_bytes(rank) + size for rank, size in enumerate(received))
         checks = 1 / (plan.config.rl_config.checksum_interval or math.inf)
-        checked = checks * (share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST))
+        checked = checks * (max(plan.train.stage_sizes) + max(plan.infer.stage_sizes))
         checked *= CHECKED_BYTES["native" if self._is_native else "fused"]
         is_far = plan.world_size > rates.speeds.devices_per_host
         work = Work(
