@@ -295,9 +295,9 @@ FAULTS = (
     ),
     Fault(
         "moments-are-given-up-between-phases",
-        "mindgrpo/grpo/roles.py",
-        'residency.register("optimizer", moments, rebuilt=False, filled=True)',
-        'residency.register("optimizer", moments, rebuilt=True, filled=False)',
+        "mindgrpo/memory/residency.py",
+        'REBUILT = frozenset(("gradients", "generator",',
+        'REBUILT = frozenset(("gradients", "optimizer", "generator",',
         "each step's updates begin with moments of 0",
     ),
     Fault(
