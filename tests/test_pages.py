@@ -127,8 +127,12 @@ def test_the_users_groups_take_a_third_of_a_full_cache_for_each_sample(
     """In MiB on each rank: Qwen2.5-7B, prompts of 2,048 tokens and completions of 512 at most."""
     monkeypatch.chdir(ROOT)
     words = ["--generate_config.use_vllm", "0", "--context.device_target", "Ascend"]
-    config = load_config(USERS, [*words, "--rl_config.num_generations", str(group)]).config
-    plan = plan_run(config, shapes_of(config)[0], None)
+    words += ["--rl_config.num_generations", str(group)]
+    penalty = "--generate_config.sampling_config.repetition_penalty"
+    config = load_config(USERS, words).config
+    without = load_config(USERS, [*words, penalty, "1.0"]).config
+    plan = plan_run(without, shapes_of(config)[0], None)
+    penalised = plan_run(config, plan.model, None).bytes_by_role(LARGEST, LARGEST)["kv_cache"]
     cache = plan.cache_config
     assert cache.slots == 4 * group and cache.pages_per_slot == 20
     num_bytes = plan.bytes_by_role(LARGEST, LARGEST)["kv_cache"]
@@ -136,3 +140,6 @@ def test_the_users_groups_take_a_third_of_a_full_cache_for_each_sample(
     a_position = 28 * 2 * 128 * 2
     assert round(cache.slots * (2048 + 512) * a_position / 2**20) == before
     assert round(num_bytes / 2**20) == after
+    # The user's penalty needs to know the tokens that were seen, by slot.
+    seen = -(-plan.model.vocab_size // plan.infer.mesh.mp) * cache.slots
+    assert penalised == num_bytes + 4 * seen

@@ -10,11 +10,15 @@ import gc
 import numpy as np
 import psutil
 import pytest
+from small_runs import MODEL
 
 from mindgrpo.backend.contract import Pool
 from mindgrpo.backend.cpu.backend import CpuBackend
+from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.memory.residency import PHASES, CountedPool, Location, Residency
+from mindgrpo.models.decoder_config import decoder_config
+from mindgrpo.plan.run_plan import plan_run
 
 MIB = 1 << 20
 
@@ -183,3 +187,18 @@ def test_a_role_that_only_stays_leaves_room_for_what_graphs_take() -> None:
         memory.activate("old_logps")
         copied.append(memory.ledger.transfer_bytes)
     assert copied == [0, 15]
+
+
+def test_the_optimizers_state_is_planned_whole_and_never_given_up_between_phases() -> None:
+    lengths = {"max_prompt_length": 32, "sampling_config": {"max_tokens": 32}}
+    config = Config.model_validate({"generate_config": lengths})
+    sizes = plan_run(config, decoder_config(MODEL, "here"), 1).bytes_by_role(0, None)
+    assert sizes["optimizer"] == 2 * sizes["gradients"] == 2 * sizes["policy"] > 0
+    memory = Residency()
+    memory.add({role: [CountedPool(size)] for role, size in sizes.items()})
+    by_location = {role.name: role.location for role in memory.roles.values()}
+    assert by_location["optimizer"] is by_location["policy"] is Location.DEVICE
+    assert by_location["gradients"] is by_location["kv_cache"] is Location.RELEASED
+    memory.activate("update")
+    memory.activate("rollout")
+    assert memory.roles["optimizer"].location is Location.HOST

@@ -112,11 +112,12 @@ def test_a_layer_is_computed_forward_and_once_more_in_any_stage_that_recomputes_
     for recomputes, last in (("false", 3), ("true", 4)):
         words = ("--actor_config.recompute_config.recompute", recomputes)
         roofline = Roofline(planned(*TWO_STAGES, *words))
-        layout, micro_batch = roofline.plan.train, (8192, 8192.0 * 8192, 0.0)
-        (first_layers,), (last_layers,) = layout.stage_layers
+        share = RankShare(roofline.plan, roofline.plan.train, BF16)
+        micro_batch = 8192, 8192.0 * 8192, 0.0
+        (first_layers,), (last_layers,) = share.layout.stage_layers
         for own, passes in ((first_layers, 4), (last_layers, last)):
-            forward = roofline._chunk(layout, micro_batch, own, False)
-            assert roofline._chunk(layout, micro_batch, own, True).flops == passes * forward.flops
+            forward = roofline._chunk(share, micro_batch, own, False)
+            assert roofline._chunk(share, micro_batch, own, True).flops == passes * forward.flops
 
 
 @pytest.mark.parametrize("dp, mp, pp", [(8, 1, 1), (2, 4, 1), (1, 4, 2), (1, 1, 4), (2, 2, 2)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from mindgrpo.cli.arguments import Arguments
@@ -68,16 +67,6 @@ def whole(text: str) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class Flags:
-    """`links` and `ranks` are None where no flag says; `layouts`: others are planned and ranked."""
-
-    must_fit: bool
-    layouts: bool
-    links: Links | None
-    ranks: int | None = None
-
-
 def parser() -> Arguments:
     flags = Arguments(prog="mindgrpo plan", allow_abbrev=False)
     text = (
@@ -97,19 +86,16 @@ def parser() -> Arguments:
     return flags
 
 
-def read_flags(argv: Sequence[str]) -> tuple[Flags, list[str]]:
-    """Returns what the flags say, and the words that are left."""
-    flags, rest = parser().parse_known_args(list(argv))
+def links_of(flags: argparse.Namespace) -> Links | None:
+    """Returns what the flags say of links; None where none does."""
     if flags.link is None:
         if flags.per_host or flags.local:
             raise UserError(
                 f"{PER_HOST if flags.per_host else LOCAL} has no effect without {LINK}; add {LINK} with the bandwidth "
                 "of a host's network link."
             )
-        return Flags(flags.must_fit, flags.layouts, None, flags.ranks), rest
-    local = flags.local and flags.local * GIGA
-    links = Links(flags.link * GIGA, flags.per_host or 1, local)
-    return Flags(flags.must_fit, flags.layouts, links, flags.ranks), rest
+        return None
+    return Links(flags.link * GIGA, flags.per_host or 1, flags.local and flags.local * GIGA)
 
 
 def _not_counted(plan: RunPlan) -> list[str]:
@@ -138,12 +124,17 @@ def _parameters(model: DecoderConfig) -> str:
     return f"{words}, {active:.3f} B of them for a token with {model.moe.per_token} of {model.moe.num_experts} experts"
 
 
-def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verdict:
-    loaded = loaded.on_ranks(flags.ranks)
+def print_plan(
+    loaded: Loaded,
+    ranks: int | None = None,
+    with_layouts: bool = False,
+    links: Links | None = None,
+) -> Verdict:
+    loaded = loaded.on_ranks(ranks)
     model, where = shapes_of(loaded.config)
     is_there = Path(loaded.config.reference_load, "config.json").is_file()
     teacher = read_teacher(loaded.config, model) if is_there else None
-    plan = plan_run(loaded.config, model, flags.ranks, teacher)
+    plan = plan_run(loaded.config, model, ranks, teacher)
     fit = verdict(loaded, plan)
     sections = {
         "model": [
@@ -157,8 +148,8 @@ def print_plan(loaded: Loaded, flags: Flags = Flags(False, False, None)) -> Verd
         "host": HostPlan(plan).lines(),
         "fit": fit.lines(),
         "seconds": Roofline(plan).step().lines(),
-        "ranked": layouts.lines(loaded, plan) if flags.layouts else [],
-        "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, flags.links)],
+        "ranked": layouts.lines(loaded, plan) if with_layouts else [],
+        "reshard": [*plan.reshard_lines(), *_receivers(plan), *_link_lines(plan, links)],
         "batch": [*plan.batch.lines(), *row_lines(plan.config)],
         "algorithm": algorithm_lines(plan.config, plan.batch),
     }
@@ -195,11 +186,12 @@ def _link_lines(plan: RunPlan, links: Links | None) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
-    flags, rest = read_flags(argv)
+    flags, rest = parser().parse_known_args(list(argv))
+    links = links_of(flags)
     loaded = load_config(*parse_command_line(rest))
     if not loaded.config.actor_config.model_yaml:
         loaded = with_local_paths(loaded, MODELS, shapes=True)
-    fit = print_plan(loaded, flags)
+    fit = print_plan(loaded, flags.ranks, flags.layouts, links)
     if flags.must_fit and not fit.fits:
         # The verdict is in the middle of what was printed.
         print(f"--must_fit: {fit.lines()[0]}")

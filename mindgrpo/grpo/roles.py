@@ -40,17 +40,9 @@ class TrainedRoles:
         self.plan, self.backend, self.policy, self.residency = plan, backend, policy, residency
         self.traffic = Traffic(0, 0.0)
         self._counted = backend.host_device_bytes
-        trained = [policy.adapters.weights.pool] if policy.adapters else []
-        residency.register("policy", [policy.weights.pool, *trained], rebuilt=False, filled=True)
-        residency.register("gradients", [policy.gradients.pool], rebuilt=True, filled=False)
-        moments = [policy.optimizer.first.pool, policy.optimizer.second.pool]
-        if policy.settings.moments_on_host:
-            residency.register_host("optimizer", moments)
-        else:
-            residency.register("optimizer", moments, rebuilt=False, filled=True)
-        if policy.has_masters:
-            masters = [policy.masters.pool]
-            residency.register("master_weights", masters, rebuilt=False, filled=True)
+        residency.add(policy.pools)
+        for name, pools in policy.host_pools.items():
+            residency.register_host(name, pools)
 
     @property
     def shape_choices(self) -> Mapping[str, ShapeChoice]:
@@ -109,21 +101,16 @@ class Roles(TrainedRoles):
 
     def _register_copies(self) -> None:
         residency = self.residency
-        for name, pools in self.engine.pools.items():
-            residency.register(name, pools, rebuilt=True, filled=False)
+        residency.add(self.engine.pools)
         if self.reference is not None:
-            residency.register(
-                "reference", [self.reference.weights.pool], rebuilt=False, filled=True
-            )
+            residency.add({"reference": [self.reference.weights.pool]})
         copies = {"adapters_copy": list(self._to_engine.copies)}
         if self._to_engine.host_copies:
             residency.register_host("engine_bucket", self._to_engine.host_copies)
         if self._to_reference is not None:
             own = [self._reference_copy.pool] if self._reference_copy else []
             copies["reference_copy"] = [*own, *self._to_reference.copies]
-        for name, pools in copies.items():
-            if pools:
-                residency.register(name, pools, rebuilt=True, filled=False)
+        residency.add(copies)
         residency.check_budget()
 
     def enter(self, phase: str) -> None:

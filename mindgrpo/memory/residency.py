@@ -18,6 +18,7 @@ from enum import Enum
 from typing import Any
 
 from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.errors import UserError
 
@@ -32,6 +33,8 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "update": ("policy", "gradients", "optimizer", "master_weights"),
     "sync_reference": ("policy", "reference", "reference_copy"),
 }
+# Roles whose bytes are released with their phase, and made again; those of others are kept on the host.
+REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
 MIB = 2**20
 
 
@@ -72,13 +75,15 @@ def check_budget(rows: Sequence[PhaseMemory], budget: int | None) -> None:
 
 
 class CountedPool(Pool):
-    is_host_memory = False
+    """Memory that is only counted: None stands in place of its parameters."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(
+        self, num_bytes: int, dtype: Dtype = "float32", is_host_memory: bool = False
+    ) -> None:
+        self.num_bytes, self.dtype, self.is_host_memory = num_bytes, dtype, is_host_memory
 
     def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
-        raise ValueError("memory that is only counted has no parameters")
+        return None
 
     def on_host(self, write: bool = False) -> Any:
         raise ValueError("memory that is only counted cannot be read")
@@ -158,6 +163,12 @@ class Residency:
             if filled:
                 pool.load()
         self.roles[name] = Role(name, tuple(pools), rebuilt, location)
+
+    def add(self, pools_by_role: Mapping[str, Sequence[Pool]]) -> None:
+        """Registers roles with device pools: those of REBUILT are not filled yet, and all others are."""
+        for name, pools in pools_by_role.items():
+            if pools:
+                self.register(name, pools, name in REBUILT, filled=name not in REBUILT)
 
     def register_host(self, name: str, pools: Sequence[Pool]) -> None:
         """Takes over pools of host memory as role `name`."""

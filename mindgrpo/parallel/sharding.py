@@ -293,19 +293,32 @@ class Layout:
         }
 
     @cached_property
-    def local_sizes(self) -> dict[str, int]:
-        """Counts the elements to allocate for each parameter on a rank, with the padding of short shares.
+    def local_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape to allocate for each parameter on a rank, with the padding of short shares.
 
         Raises UserError where the mesh would cut heads.
         """
         # Layers repeat, so that most are known.
-        known: dict[tuple[object, ...], int] = {}
-        sizes = {}
+        known: dict[tuple[object, ...], tuple[int, ...]] = {}
+        shapes = {}
         for spec in self.specs:
             rule = (spec.shape, spec.splits, spec.window)
             if rule not in known:
-                known[rule] = prod(local_shape(spec, self.mesh))
-            sizes[spec.name] = known[rule]
+                known[rule] = local_shape(spec, self.mesh)
+            shapes[spec.name] = known[rule]
+        return shapes
+
+    @cached_property
+    def local_sizes(self) -> dict[str, int]:
+        """Counts the elements of `local_shapes`. Raises UserError where the mesh would cut heads."""
+        return {name: prod(shape) for name, shape in self.local_shapes.items()}
+
+    @cached_property
+    def stored_sizes(self) -> dict[str, int]:
+        """Counts the elements of each stored tensor on a rank, by its key."""
+        sizes: dict[str, int] = {}
+        for spec in self.specs:
+            sizes[spec.key] = sizes.get(spec.key, 0) + self.local_sizes[spec.name]
         return sizes
 
     @property
@@ -359,6 +372,10 @@ class Layout:
     def split_over_data(self) -> Layout:
         """Shares parameters out over the ranks that hold the same: how these keep an optimizer's state (ZeRO-1,
         arXiv:1910.02054)."""
+        return self._split_over_data
+
+    @cached_property
+    def _split_over_data(self) -> Layout:
         return replace(self, specs=tuple(spec.split_over_data() for spec in self.specs))
 
     @cached_property

@@ -6,7 +6,6 @@ layer's gradients are added to the pool's before the layer below begins.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,13 +13,14 @@ from itertools import chain
 
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.schedule import chunks_in_flight
+from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import LocalExperts
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.expert_plan import CAPACITIES
-from mindgrpo.models.lora import adapted_names, adapter_specs
+from mindgrpo.models.lora import adapted_names
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.models.shard import (
     LOGITS_BYTES,
@@ -30,9 +30,10 @@ from mindgrpo.models.shard import (
     local_inner,
     local_vocabulary,
 )
-from mindgrpo.parallel.sharding import Layout, local_shape
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.micro_shapes import Kind, kernel_kind, reference_shape, update_shape
 from mindgrpo.plan.run_plan import RunPlan
+from mindgrpo.rollout.embedded.kv_cache import missing_options
 
 FLOAT = ITEM_BYTES["float32"]
 WHOLE_LAYER = frozenset(("attention", "mlp"))
@@ -404,11 +405,8 @@ def _merged_bytes(plan: RunPlan) -> int:
     """Returns the float32 bytes of a layer's largest matrix with adapters: their product, and the sum."""
     if plan.lora is None or not plan.batch_invariant:
         return 0
-    layout, sizes = plan.train, Counter[str]()
-    for spec in layout.specs:
-        sizes[spec.key] += layout.local_sizes[spec.name]
-    adapted = adapted_names(spec.name for spec in plan.trained.specs)
-    return 2 * FLOAT * max(sizes[layout.by_name[name].key] for name in adapted)
+    adapted, layout = adapted_names(spec.name for spec in plan.trained.specs), plan.train
+    return 2 * FLOAT * max(layout.stored_sizes[layout.by_name[name].key] for name in adapted)
 
 
 def _forward_bytes(layout: Layout, graphs: Graphs, keeps_flows: bool = False) -> int:
@@ -449,20 +447,16 @@ def _chunks(plan: RunPlan, stage: int) -> list[ChunkLayers]:
 
 def _gradients(plan: RunPlan) -> Mapping[int | str, int]:
     """Returns the bytes of a rank's float32 gradients by their parameters' positions in the model."""
-    specs, sizes = plan.train.specs, plan.train.local_sizes
-    if plan.lora is not None:
-        specs = adapter_specs(specs, plan.lora)
-        sizes = {spec.name: math.prod(local_shape(spec, plan.train.mesh)) for spec in specs}
-    by_position: dict[int | str, int] = {}
-    for spec in specs:
-        size = FLOAT * sizes[spec.name]
-        by_position[spec.position] = by_position.get(spec.position, 0) + size
+    by_position: Counter[int | str] = Counter()
+    for spec in plan.trained.specs:
+        by_position[spec.position] += FLOAT * plan.trained.local_sizes[spec.name]
     return by_position
 
 
 def _rollout_bytes(plan: RunPlan) -> int:
     """Computes the bytes of the plain decoder's graphs: prompts, or one token a slot. The loop in C has only pools."""
-    if plan.config.generate_config.uses_vllm or plan.keeps_slots:
+    keeps = keeps_slots(plan.config.context.target) and not missing_options(plan.model)
+    if plan.config.generate_config.uses_vllm or keeps:
         return 0
     cache, heads = plan.cache_config, cached_heads(plan.model, plan.infer.mesh.mp)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)

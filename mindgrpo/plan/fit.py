@@ -85,8 +85,8 @@ class Verdict:
             return [f"fits: at most {size}, and {allowed}"]
         lines = [f"does not fit: {size}, but {allowed}"]
         if not self.remedies:
-            remedy = f"no {MOST_TOGETHER} changes that plan tries make it fit: use more devices"
-            return [*lines, remedy]
+            none = f"no {MOST_TOGETHER} changes that plan tries make it fit: use more devices"
+            return [*lines, none]
         lines.append("the cheapest changes that make it fit:")
         for number, remedy in enumerate(self.remedies, start=1):
             head, costs = remedy.lines()

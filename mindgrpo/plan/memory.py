@@ -103,7 +103,7 @@ def check_engine(plan: RunPlan) -> None:
 
 def _has(plan: RunPlan, phase: str) -> bool:
     if phase == "sync_reference":
-        return plan.reference is not None and plan.config.ref_config.sync_ref_model
+        return plan.syncs_reference
     return phase != "reference" or plan.reference is not None
 
 
@@ -116,7 +116,7 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
     # Checksums are taken when the buckets are free again.
     reshard = max(device_buffer_bytes(plan.reshard, bucket), _checksum_bytes(plan))
     sizes = {"reshard": reshard, "update": _sum_bytes(plan)}
-    if plan.reference is not None and plan.config.ref_config.sync_ref_model:
+    if plan.reference is not None and plan.syncs_reference:
         to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
         sizes["sync_reference"] = device_buffer_bytes(to_reference, bucket)
     return sizes
@@ -136,7 +136,8 @@ def _checksum_bytes(plan: RunPlan) -> int:
     """Returns the bytes of copies in 32 bits that sums of weights are made of."""
     if plan.config.rl_config.checksum_interval is None:
         return 0
-    return sum_bytes(max(map(_largest, (plan.train, plan.infer))))
+    layouts = plan.train, plan.infer
+    return sum_bytes(max(max(layout.stored_sizes.values()) for layout in layouts))
 
 
 def _sum_bytes(plan: RunPlan) -> int:
@@ -144,20 +145,10 @@ def _sum_bytes(plan: RunPlan) -> int:
     num_ranks = plan.train.num_replicas
     if num_ranks == 1:
         return 0
-    bucket = max(BUCKET_BYTES, _largest(plan.trained) * FLOAT_BYTES)
+    bucket = max(BUCKET_BYTES, max(plan.trained.stored_sizes.values()) * FLOAT_BYTES)
     return 2 * bucket + bucket // num_ranks
 
 
-def _largest(layout: Layout) -> int:
-    """Counts the elements of a rank's largest stored tensor."""
-    sizes: Counter[str] = Counter()
-    for spec in layout.specs:
-        sizes[spec.key] += layout.local_sizes[spec.name]
-    return max(sizes.values())
-
-
-# Roles that are made again instead of kept on the host (grpo/roles.py).
-REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
 # Of a token in a checkpoint's manifest: its id, log-prob and turn.
 TOKEN_BYTES = 16
 # Policy and the optimizer's two moments, in float32.
@@ -244,9 +235,8 @@ class HostPlan:
         if budget is not None:
             budget = max(budget, *(row.total for row in plan.memory()))
         residency = Residency(budget, keeps=True, reserved=reserved)
-        for role, size in plan.bytes_by_role(train, reference).items():
-            is_rebuilt = role in REBUILT
-            residency.register(role, [CountedPool(size)], is_rebuilt, filled=not is_rebuilt)
+        sizes = plan.bytes_by_role(train, reference)
+        residency.add({role: [CountedPool(size)] for role, size in sizes.items()})
         for phase in self._phases():
             residency.activate(phase)
         return residency
@@ -285,8 +275,7 @@ class HostPlan:
         if plan.computes_old_logps:
             phases.append("old_logps")
         phases.append("update")
-        ref = plan.config.ref_config
-        if plan.reference is not None and ref.sync_ref_model and ref.ref_model_sync_steps == 1:
+        if plan.syncs_reference and plan.config.ref_config.ref_model_sync_steps == 1:
             phases.append("sync_reference")
         return phases
 

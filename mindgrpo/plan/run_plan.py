@@ -5,19 +5,19 @@ Pure: no device, no weights; `python -m mindgrpo plan` prints it and the trainer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from mindgrpo.backend.connect import keeps_slots
-from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype, num_head_parts
-from mindgrpo.backend.kernels.rollout import LocalModelShape
-from mindgrpo.backend.kernels.shapes import Vocabulary
-from mindgrpo.backend.targets import SHARED_MEMORY
+from mindgrpo.backend.contract import Pool
+from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
+from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, laid_out, validate_world
 from mindgrpo.errors import UserError, counted
-from mindgrpo.memory.residency import MIB, PhaseMemory, by_phase
+from mindgrpo.memory.residency import MIB, CountedPool, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs, targets_of
 from mindgrpo.models.precision import (
@@ -25,21 +25,12 @@ from mindgrpo.models.precision import (
     dtype_notices,
     loss_scale,
     matmul_precision,
-    num_product_parts,
     plain_kernels,
-)
-from mindgrpo.models.shard import (
-    cached_heads,
-    local_experts,
-    local_inner,
-    local_latents,
-    local_vocabulary,
-    product_leaves,
-    vocabulary_leaves,
 )
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.count import CountingBackend
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.plan.role_layouts import (
     check_mode,
@@ -49,13 +40,18 @@ from mindgrpo.plan.role_layouts import (
     generating_layout,
     layout_of,
 )
-from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, missing_options, notices
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, notices
 from mindgrpo.rollout.vllm.settings import engine_bytes, engine_dtype
+from mindgrpo.training.policy import TrainedWeights
 from mindgrpo.weight_sync.plan import Plan, plan_reshard
+from mindgrpo.weight_sync.transfer import adapters_copy
+from mindgrpo.weights.local_weights import Weights
 
 FLOAT_BYTES = ITEM_BYTES["float32"]
 # In place of a stage: the rank that needs most.
 LARGEST = -1
+Pools = Mapping[str, Sequence[Pool]]
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,10 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         return self.train.mesh.size
+
+    @property
+    def syncs_reference(self) -> bool:
+        return self.reference is not None and self.config.ref_config.sync_ref_model
 
     @property
     def lora(self) -> LoraSettings | None:
@@ -168,35 +168,71 @@ class RunPlan:
         return by_phase(self.bytes_by_role(LARGEST, reference))
 
     def bytes_by_role(self, stage: int, reference_stage: int | None) -> Mapping[str, int]:
-        """Returns the bytes of a rank in these stages of the trainer and of the reference (None: in none of its)."""
-        ref, adapters = self.config.ref_config, self._adapter_bytes
+        """Returns the bytes of a rank in these stages of the trainer and of the reference (None: in none of its).
 
-        def weights(layout: Layout, stage: int) -> int:
-            return self._itemsize * share_of(layout, stage)
-
-        trained = self.trained_bytes(stage)
-        by_role = {
-            "policy": weights(self.train, stage) + adapters(self.train, stage),
-            "gradients": trained,
-            "optimizer": 2 * self.optimizer_bytes(stage),
-        }
+        LARGEST: of each role, those of the rank that needs most.
+        """
+        own: list[Pools] = [trained.pools for trained in self._on_stages(stage)]
         if self.generates:
-            by_role |= {**self._engine_bytes, "adapters_copy": adapters(self.infer, 0)}
-        if self.has_masters:
-            by_role["master_weights"] = self.optimizer_bytes(stage)
-        if self.config.actor_config.optimizer.opt_offload:
-            del by_role["optimizer"]
+            own.append(self._generator_pools)
         if self.reference is not None and reference_stage is not None:
-            by_role["reference"] = weights(self.reference, reference_stage)
-            if ref.sync_ref_model:
-                # The policy in the reference's layout while the two are mixed, and its adapters there.
-                mixed = by_role["reference"] if ref.ref_model_mixup_alpha < 1.0 else 0
-                by_role["reference_copy"] = mixed + adapters(self.reference, reference_stage)
-        return {role: size for role, size in by_role.items() if size}
+            stages = range(self.reference.mesh.pp)
+            numbers = stages if reference_stage == LARGEST else [reference_stage]
+            own += [self._reference_pools(self.reference, number) for number in numbers]
+        sizes: dict[str, int] = {}
+        for role, pools in chain.from_iterable(by_role.items() for by_role in own):
+            sizes[role] = max(sizes.get(role, 0), sum(pool.num_bytes for pool in pools))
+        # In the order in which a run registers them, in which they leave the device.
+        ordered = sorted(sizes, key=lambda role: role.endswith("_copy"))
+        return {role: sizes[role] for role in ordered if sizes[role]}
 
-    def _adapter_bytes(self, layout: Layout, stage: int) -> int:
-        specs = adapter_specs(self.train.specs, self.lora) if self.lora is not None else ()
-        return FLOAT_BYTES * share_of(replace(layout, specs=specs), stage)
+    def _on_rank(self, mesh: Mesh, stage: int = 0) -> CountingBackend:
+        return CountingBackend(self.config, mesh, stage, self.batch_invariant)
+
+    @cached_property
+    def _trained_weights(self) -> Sequence[TrainedWeights]:
+        """Constructs by stage what training keeps."""
+        return self._trained_with(self.config.actor_config.enable_parallel_optimizer)
+
+    def _trained_with(self, shards_optimizer: bool) -> Sequence[TrainedWeights]:
+        layout, on_host = self.train, self.config.actor_config.optimizer.opt_offload
+        ranks = [self._on_rank(layout.mesh, stage) for stage in range(layout.mesh.pp)]
+        return [TrainedWeights(layout, own, self.lora, shards_optimizer, on_host) for own in ranks]
+
+    def _on_stages(self, stage: int) -> Sequence[TrainedWeights]:
+        return self._trained_weights if stage == LARGEST else [self._trained_weights[stage]]
+
+    @cached_property
+    def _generator_pools(self) -> Pools:
+        """Constructs what a rank generates with, and the copy of the policy's adapters there."""
+        generate, backend = self.config.generate_config, self._on_rank(self.infer.mesh)
+        model, cache, copy = self.model, self.cache_config, self._adapters_on(self.infer, backend)
+        if generate.uses_vllm:
+            weights, device = generator_bytes(self.config, self.infer), self.device_memory
+            sizes = engine_bytes(self.config, model, self.infer.mesh, cache, weights, device)
+            pools: Pools = {role: [CountedPool(size)] for role, size in sizes.items()}
+            return {**pools, "adapters_copy": copy}
+        own = generate.sampling_config
+        penalty = own.repetition_penalty
+        sampling = SamplingParams(max_tokens=own.max_tokens, repetition_penalty=penalty)
+        engine = EmbeddedEngine(model, self.infer, backend, sampling, cache)
+        return {**engine.pools, "adapters_copy": copy}
+
+    def _adapters_on(self, target: Layout, backend: CountingBackend) -> list[Pool]:
+        adapters = self._trained_weights[0].adapters
+        return [adapters_copy(adapters, target, backend).pool] if adapters else []
+
+    def _reference_pools(self, layout: Layout, stage: int) -> Pools:
+        """Constructs the reference, and copies of what it is synchronised with."""
+        backend, ref = self._on_rank(layout.mesh, stage), self.config.ref_config
+        dtype = backend.compute_dtype
+        weights = [Weights(layout, backend.rank, backend, "reference", dtype=dtype).pool]
+        copies: list[Pool] = []
+        if self.syncs_reference:
+            # The policy in the reference's layout while the two are mixed, and its adapters there.
+            mixed = weights if ref.ref_model_mixup_alpha < 1.0 else []
+            copies = [*mixed, *self._adapters_on(layout, backend)]
+        return {"reference": weights, "reference_copy": copies}
 
     @cached_property
     def trained(self) -> Layout:
@@ -210,30 +246,13 @@ class RunPlan:
         asked = self.config.actor_config.enable_parallel_optimizer
         return asked and self.trained.has_replicas
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer updates float32 weights of its own (Policy.has_masters)."""
-        on_device = self.config.context.target != SHARED_MEMORY
-        return self._rounds_masters or (self.shards_optimizer and on_device)
-
-    @property
-    def _rounds_masters(self) -> bool:
-        return self.lora is None and self._itemsize != FLOAT_BYTES
-
     def trained_bytes(self, stage: int) -> int:
         """Returns the float32 bytes of what the optimizer updates on all ranks of the stage that have the same."""
-        return FLOAT_BYTES * share_of(self.trained, stage)
+        return max(trained.gradients.num_bytes for trained in self._on_stages(stage))
 
     def optimizer_bytes(self, stage: int) -> int:
         """Returns the float32 bytes of what the optimizer updates on a rank of the stage."""
-        if not self.shards_optimizer:
-            return self.trained_bytes(stage)
-        return FLOAT_BYTES * share_of(self._updated, stage)
-
-    @cached_property
-    def _updated(self) -> Layout:
-        """Returns the layout of what each rank's optimizer updates, where that is a share."""
-        return self.trained.split_over_data()
+        return max(trained.moments[0].num_bytes for trained in self._on_stages(stage))
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -254,36 +273,6 @@ class RunPlan:
         """Returns the bytes of a device, as far as they are known."""
         return self.device_bytes or self.config.context.max_device_bytes
 
-    @property
-    def _engine_bytes(self) -> Mapping[str, int]:
-        weights = generator_bytes(self.config, self.infer)
-        if not self.config.generate_config.uses_vllm:
-            packed = weights + self._packed_bytes()
-            return {"generator": packed, "kv_cache": self._embedded_cache_bytes()}
-        shapes = self.model, self.infer.mesh, self.cache_config
-        return engine_bytes(self.config, *shapes, weights, self.device_memory)
-
-    @property
-    def _generator_shape(self) -> LocalModelShape:
-        """Returns a generating rank's share of the model."""
-        model, tp_size = self.model, self.infer.mesh.mp
-        width = local_vocabulary(model, tp_size)
-        in_tree = self.batch_invariant
-        leaves = vocabulary_leaves(model, tp_size) if in_tree else 1
-        return LocalModelShape(
-            layers=model.num_hidden_layers,
-            hidden=model.hidden_size,
-            inner=local_inner(model, tp_size),
-            heads=cached_heads(model, tp_size),
-            vocabulary=Vocabulary(0, width, width, leaves=leaves),
-            norm_eps=model.rms_norm_eps,
-            tp_size=tp_size,
-            tp_rank=0,
-            leaves=product_leaves(model, tp_size) if in_tree else 1,
-            experts=local_experts(model, self.infer.mesh.ep, 0),
-            latents=local_latents(model),
-        )
-
     @cached_property
     def batch_invariant(self) -> bool:
         """Whether generator and trainer compute a token's numbers bit for bit."""
@@ -296,30 +285,6 @@ class RunPlan:
         are_kept = rl.enable_oldpolicy and self.batch.updates_per_step > 1
         are_kept = rl.old_source == "trainer" and (are_kept or bool(rl.needing_trainers))
         return are_kept and (rl.partial_rollout or not self.batch_invariant)
-
-    @property
-    def keeps_slots(self) -> bool:
-        return keeps_slots(self.config.context.target) and not missing_options(self.model)
-
-    def _embedded_cache_bytes(self) -> int:
-        """Returns the bytes of keys, values and the kernels' work space."""
-        shape = self._generator_shape
-        dtype = compute_dtype(self.config)
-        if not self.keeps_slots:
-            # As rollout/embedded/plain.py has it.
-            plain: Dtype = "float32" if self.config.context.target == SHARED_MEMORY else dtype
-            heads = cached_heads(self.model, self.infer.mesh.mp)
-            return KVCacheSizes.plain(self.cache_config, shape.layers, heads).num_bytes(plain)
-        penalty = self.config.generate_config.sampling_config.repetition_penalty
-        return KVCacheSizes.of(self.cache_config, shape, penalty != 1.0).num_bytes(dtype)
-
-    def _packed_bytes(self) -> int:
-        """Returns the bytes of matrices that the embedded generator packs for bfloat16 products, beside its weights."""
-        if self.config.generate_config.uses_vllm or not self.keeps_slots:
-            return 0
-        num_parts = num_product_parts(self.config)
-        of_head = num_head_parts(num_parts, self.config.context.fp32_lm_head)
-        return sum(self._generator_shape.packed_sizes(num_parts, of_head))
 
     def layout_lines(self) -> list[str]:
         uses_vllm = self.config.generate_config.uses_vllm
@@ -345,8 +310,10 @@ class RunPlan:
                 "context_parallel above 1"
             )
             return [why] if is_asked else []
-        after = (2 + self.has_masters) * self.optimizer_bytes(LARGEST)
-        before = (2 + self._rounds_masters) * self.trained_bytes(LARGEST)
+        after, before = (
+            max(own.optimizer_bytes for own in by_stage)
+            for by_stage in (self._trained_weights, self._trained_with(shards_optimizer=False))
+        )
         return [
             f"the optimizer's state shared out over {self.train.num_replicas} replicas: {format_bytes(after)} a rank "
             f"instead of {format_bytes(before)}"
@@ -381,17 +348,11 @@ def _options(layout: Layout) -> str:
     return words
 
 
-def share_of(layout: Layout, stage: int) -> int:
-    """Counts the elements of a rank of the stage with the padding of short shares; LARGEST: of the largest rank."""
-    sizes = layout.stage_sizes
-    return max(sizes) if stage == LARGEST else sizes[stage]
-
-
 def generator_bytes(config: Config, layout: Layout) -> int:
     """Returns the bytes of the weights of the rank of `layout`, or the worker of vLLM, that holds most."""
     generate = config.generate_config
     dtype = engine_dtype(config) if generate.uses_vllm else compute_dtype(config)
-    return share_of(layout, LARGEST) * ITEM_BYTES[dtype]
+    return max(layout.stage_sizes) * ITEM_BYTES[dtype]
 
 
 def plan_run(

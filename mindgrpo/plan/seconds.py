@@ -22,7 +22,7 @@ from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.micro_shapes import kernel_kind, reference_shape, update_shape
-from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, share_of
+from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan
 from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
 # Kernels of each graph, of a layer and beside all layers; `backward` is the last stage's. Of fused kernels they are
@@ -226,8 +226,9 @@ class RankShare:
     """What a rank has of `plan`'s model in `layout`, and what an average layer and the head do with it."""
 
     def __init__(self, plan: RunPlan, layout: Layout, itemsize: int) -> None:
-        self.model, self.mesh, self.token_shares = plan.model, layout.mesh, layout.token_shares
-        self.itemsize, model, mp = itemsize, plan.model, layout.mesh.mp
+        self.layout, self.token_shares = layout, layout.token_shares
+        self.model, self.mesh, self.itemsize = plan.model, layout.mesh, itemsize
+        model, mp = plan.model, layout.mesh.mp
         layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
         self.vocabulary = model.vocab_size / mp
         tables = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
@@ -340,6 +341,7 @@ class Roofline:
     ) -> PhaseSeconds:
         """A phase whose micro-batches of `samples` pass through the stages, forward or also backward, `times` times."""
         mesh, column_cost = layout.mesh, 0.0 if self._is_native else self.plan.model.column_cost
+        share = RankShare(self.plan, layout, self._itemsize)
         number, shape = samples.in_rows(widest, mesh.dp, column_cost)
         a_rank = samples.count / (number * mesh.size_of(("dp", "cp")))
         pairs: float = shape.tokens * shape.length
@@ -351,7 +353,7 @@ class Roofline:
         predicted = min(shape.tokens, a_rank * samples.completion)
         micro_batch = shape.tokens, pairs, predicted
         stages = [
-            sum((self._chunk(layout, micro_batch, own, trains) for own in chunks), start=Work())
+            sum((self._chunk(share, micro_batch, own, trains) for own in chunks), start=Work())
             for chunks in layout.stage_layers
         ]
         each = [self.rates.seconds(work * times, mesh.mp, self._is_native) for work in stages]
@@ -359,15 +361,15 @@ class Roofline:
         return PhaseSeconds(name, by, stages[-1] * (number * times))
 
     def _chunk(
-        self, layout: Layout, micro_batch: tuple[int, float, float], own: range, trains: bool
+        self, share: RankShare, micro_batch: tuple[int, float, float], own: range, trains: bool
     ) -> Work:
         """Counts a chunk's pass over a micro-batch (tokens, pairs of attention, tokens that predict).
 
         A chunk without the head computes its layers again from what they got, one with it those that are recomputed.
         """
         (tokens, pairs, picks), num_layers = micro_batch, len(own)
-        share, is_last = self._share(layout), own.stop == layout.num_layers
-        flow = tokens * share.model.hidden_size * self._itemsize / layout.token_shares
+        is_last = own.stop == share.layout.num_layers
+        flow = tokens * share.model.hidden_size * self._itemsize / share.token_shares
         layers, head = share.forward(tokens, pairs, num_layers), share.head(picks)
         forward = layers + Work(kernels=self._launched("forward", num_layers))
         forward += head if is_last else Work(sent=flow)
@@ -391,9 +393,6 @@ class Roofline:
         # Which tokens train is chosen in a pass of its own.
         return work + forward if self.plan.config.rl_config.selects else work
 
-    def _share(self, layout: Layout) -> RankShare:
-        return RankShare(self.plan, layout, self._itemsize)
-
     def _optimizer(self) -> PhaseSeconds:
         plan, dp = self.plan, self.plan.train.num_replicas
         # All gradients are cleared, and of those that a rank updates all the rest is done.
@@ -412,15 +411,17 @@ class Roofline:
         return self._phase("optimizer", work * plan.batch.updates_per_step, dp)
 
     def _rollout(self) -> PhaseSeconds:
-        work = self._drawing(self.samples)
+        share = RankShare(self.plan, self.plan.infer, self._itemsize)
+        work = self._drawing(share, self.samples)
         if self.plan.config.rl_config.estimator.needs_greedy:
             # One more completion of each prompt, drawn apart from the others.
-            work += self._drawing(replace(self.samples, count=self.samples.prompts, group=1))
+            greedy = replace(self.samples, count=self.samples.prompts, group=1)
+            work += self._drawing(share, greedy)
         return self._phase("rollout", work, self.plan.infer.mesh.mp)
 
-    def _drawing(self, samples: SampleCounts) -> Work:
-        layout, cache, layers = self.plan.infer, self.plan.cache_config, self.plan.infer.num_layers
-        share, own = self._share(layout), math.ceil(samples.count / layout.mesh.dp)
+    def _drawing(self, share: RankShare, samples: SampleCounts) -> Work:
+        cache, layers = self.plan.cache_config, share.layout.num_layers
+        own = math.ceil(samples.count / share.mesh.dp)
         slots, prompts = min(cache.slots, own), math.ceil(own / samples.group)
         steps = (math.ceil(own / slots) - 1) * samples.completion + samples.longest
         cached = read = samples.prompt + samples.completion / 2
@@ -448,7 +449,7 @@ class Roofline:
         received = [moves.received_bytes(rank) for rank in range(moves.num_ranks)]
         written = max(moves.kept_bytes(rank) + size for rank, size in enumerate(received))
         checks = 1 / (plan.config.rl_config.checksum_interval or math.inf)
-        checked = checks * (share_of(plan.train, LARGEST) + share_of(plan.infer, LARGEST))
+        checked = checks * (max(plan.train.stage_sizes) + max(plan.infer.stage_sizes))
         checked *= CHECKED_BYTES["native" if self._is_native else "fused"]
         is_far = plan.world_size > rates.speeds.devices_per_host
         work = Work(

@@ -17,6 +17,18 @@ from mindgrpo.training.optimizer_shares import sharded_tensors
 from mindgrpo.weights.local_weights import Weights
 
 
+def moments_of(
+    gradients: Weights, backend: Backend, on_host: bool, is_sharded: bool
+) -> tuple[Weights, Weights]:
+    """Makes the memory of both moments, which are arranged like what the rank updates."""
+    layout = gradients.layout.split_over_data() if is_sharded else gradients.layout
+    first, second = (
+        Weights(layout, gradients.rank, backend, name, on_host_only=on_host)
+        for name in ("first_moment", "second_moment")
+    )
+    return first, second
+
+
 class AdamW:
     """`first` and `second` are the moments, arranged like the weights; with `on_host` in the host's memory.
 
@@ -34,12 +46,12 @@ class AdamW:
         on_host: bool = False,
         rounded: Weights | None = None,
         is_sharded: bool = False,
+        moments: tuple[Weights, Weights] | None = None,
     ) -> None:
         layout, rank = gradients.layout, weights.rank
         sharded = sharded_tensors(layout, rank) if is_sharded else ()
-        own = layout.split_over_data() if is_sharded else layout
-        self.first = Weights(own, rank, backend, "first_moment", on_host_only=on_host)
-        self.second = Weights(own, rank, backend, "second_moment", on_host_only=on_host)
+        moments = moments or moments_of(gradients, backend, on_host, is_sharded)
+        self.first, self.second = moments
         self._weights, self._gradients, self._rounded = weights, gradients, rounded
         self._backend, self._arithmetic = backend, arithmetic_of(gradients.pool, backend)
         self._sync = GradientSync(gradients, backend, sharded)

@@ -11,7 +11,7 @@ import numpy as np
 from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
-from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.shapes import AdamWSettings
 from mindgrpo.models.decoder import Recompute
 from mindgrpo.models.decoder_config import DecoderConfig
@@ -20,7 +20,7 @@ from mindgrpo.models.lora import LoraSettings, adapter_specs
 from mindgrpo.models.pipeline import ForwardPipeline, Predictions, StageChunk, shape_choice
 from mindgrpo.models.shard import Adapters, Shard
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.training.optimizer import AdamW
+from mindgrpo.training.optimizer import AdamW, moments_of
 from mindgrpo.training.pipeline import forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
 from mindgrpo.weights.expert_files import BIAS, addends
@@ -50,17 +50,22 @@ class UpdateSettings:
     bias_update_rate: float = 0.0  # of routers
 
 
-class Policy:
+class TrainedWeights:
+    """All that training keeps on this rank: weights and adapters, gradients, masters and moments; no graphs.
+
+    `masters` are what the optimizer changes, float32: the trained weights, or its own, which are rounded to these.
+    `shards_optimizer` leaves each rank a share of the optimizer's, where several train the same parameters.
+    """
+
     def __init__(
         self,
-        config: DecoderConfig,
         layout: Layout,
         backend: Backend,
-        settings: UpdateSettings,
         lora: LoraSettings | None = None,
+        shards_optimizer: bool = False,
+        moments_on_host: bool = False,
     ) -> None:
-        self.settings = settings
-        self.backend = backend
+        self.backend, self._moments_on_host = backend, moments_on_host
         self.weights = Weights(
             layout, backend.rank, backend, "policy", shared=True, dtype=backend.compute_dtype
         )
@@ -72,33 +77,32 @@ class Policy:
             )
             self.adapters = Adapters(adapted, lora)
         self.gradients = Weights(self.trained.layout, backend.rank, backend, "gradient")
-        self.shard = Shard(config, self.weights, backend, self.adapters)
-        self.pipeline = ForwardPipeline(
-            self.shard,
-            backend,
-            "policy",
-            settings.shape,
-            settings.num_positions,
-            settings.temperature,
-            settings.recompute,
-            keeps_flows=True,
-        )
-        # Of the backward graphs; those of the forward passes are the pipeline's.
-        self.shapes = shape_choice(self.shard, backend, settings.shape)
-        self._is_sharded = settings.shards_optimizer and self.trained.layout.has_replicas
+        self._is_sharded = shards_optimizer and self.trained.layout.has_replicas
         self.masters = self._make_masters()
-        self.optimizer = AdamW(
-            self.masters,
-            self.gradients,
-            backend,
-            settings.adamw,
-            settings.moments_on_host,
-            self.trained if self.has_masters else None,
-            self._is_sharded,
-        )
-        self._backward: dict[tuple[StageChunk, bool], Any] = {}
-        self.version = 0
-        self.updates = 0
+        self.moments = moments_of(self.gradients, backend, moments_on_host, self._is_sharded)
+
+    @property
+    def pools(self) -> dict[str, list[Pool]]:
+        """Lists the memory on the device by role."""
+        adapters = [self.adapters.weights.pool] if self.adapters else []
+        by_role = {"policy": [self.weights.pool, *adapters], "gradients": [self.gradients.pool]}
+        if not self._moments_on_host:
+            by_role["optimizer"] = [moment.pool for moment in self.moments]
+        if self.has_masters:
+            by_role["master_weights"] = [self.masters.pool]
+        return by_role
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Counts the bytes of moments and of masters beside the trained weights."""
+        own = [*self.moments, *([self.masters] if self.has_masters else [])]
+        return sum(weights.num_bytes for weights in own)
+
+    @property
+    def host_pools(self) -> dict[str, list[Pool]]:
+        """Lists what stays in the host's memory, by role."""
+        moments = [moment.pool for moment in self.moments]
+        return {"optimizer": moments} if self._moments_on_host else {}
 
     @property
     def trained(self) -> Weights:
@@ -119,6 +123,46 @@ class Policy:
             return trained
         layout = trained.layout.split_over_data() if self._is_sharded else trained.layout
         return Weights(layout, self.backend.rank, self.backend, "master", shared=True)
+
+
+class Policy(TrainedWeights):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layout: Layout,
+        backend: Backend,
+        settings: UpdateSettings,
+        lora: LoraSettings | None = None,
+    ) -> None:
+        shards, on_host = settings.shards_optimizer, settings.moments_on_host
+        super().__init__(layout, backend, lora, shards, on_host)
+        self.settings = settings
+        self.shard = Shard(config, self.weights, backend, self.adapters)
+        self.pipeline = ForwardPipeline(
+            self.shard,
+            backend,
+            "policy",
+            settings.shape,
+            settings.num_positions,
+            settings.temperature,
+            settings.recompute,
+            keeps_flows=True,
+        )
+        # Of the backward graphs; those of the forward passes are the pipeline's.
+        self.shapes = shape_choice(self.shard, backend, settings.shape)
+        self.optimizer = AdamW(
+            self.masters,
+            self.gradients,
+            backend,
+            settings.adamw,
+            settings.moments_on_host,
+            self.trained if self.has_masters else None,
+            self._is_sharded,
+            self.moments,
+        )
+        self._backward: dict[tuple[StageChunk, bool], Any] = {}
+        self.version = 0
+        self.updates = 0
 
     def masters_changed(self) -> None:
         """Rounds the optimizer's own weights into the trained ones; to be called whenever the former have changed.

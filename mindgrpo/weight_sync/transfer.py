@@ -130,6 +130,12 @@ class WeightCheck:
         return totals
 
 
+def adapters_copy(adapters: Adapters, target: Layout, backend: Backend) -> Weights:
+    """Makes the memory of adapters in the layout of the weights that they are added to."""
+    layout = replace(target, specs=adapters.weights.layout.specs)
+    return Weights(layout, backend.rank, backend, "adapters_copy")
+
+
 class WeightSyncer:
     """A WeightTransfer from `source` and its adapters to `target`, whose layout may be any.
 
@@ -154,10 +160,10 @@ class WeightSyncer:
         self.copies: list[Pool] = []
         if adapters is not None:
             own = adapters.weights
-            layout = replace(target.layout, specs=own.layout.specs)
-            self._copy = Weights(layout, backend.rank, backend, "adapters_copy")
+            self._copy = adapters_copy(adapters, target.layout, backend)
             self.copies.append(self._copy.pool)
-            self._low_rank = Resharder(plan_reshard(own.layout, layout), own, self._copy, backend)
+            between = plan_reshard(own.layout, self._copy.layout)
+            self._low_rank = Resharder(between, own, self._copy, backend)
 
     def run(self, keeps_sums: bool = False) -> Traffic:
         traffic = self._base.run()

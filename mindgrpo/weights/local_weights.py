@@ -19,7 +19,7 @@ import numpy as np
 from mindgrpo.backend.arithmetic.contract import Stored
 from mindgrpo.backend.contract import Backend, HostArrays, PeerView, Pool
 from mindgrpo.backend.dtypes import Dtype, device_bits
-from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec, local_shape
+from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class FusedTensor:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        return math.prod(self.shape)
 
     def columns(self) -> Iterator[tuple[ParameterSpec, int, int]]:
         """Yields each parameter with its first column and its number of columns."""
@@ -66,7 +66,7 @@ def arrange(layout: Layout, rank: int) -> tuple[FusedTensor, ...]:
     stored: list[FusedTensor] = []
     offset = 0
     for specs in sorted(groups.values(), key=lambda own: (not own[0].decay, *own[0].data_axes)):
-        shapes = [spec.as_stored(local_shape(spec, layout.mesh)) for spec in specs]
+        shapes = [spec.as_stored(layout.local_shapes[spec.name]) for spec in specs]
         widths = tuple(shape[-1] for shape in shapes)
         shape = (*shapes[0][:-1], sum(widths))
         stored.append(FusedTensor(tuple(specs), shape, widths, offset))
@@ -191,7 +191,6 @@ class Weights:
             if on_host_only
             else backend.pool(size, shared, dtype)
         )
-        self.boxes: Mapping[str, Box] = layout.held_by(rank)
         # A Parameter for each stored tensor, by key.
         self.parameters: dict[str, Any] = {}
         if not on_host_only:
@@ -202,6 +201,11 @@ class Weights:
         """Returns where each stored tensor is, by key, for arithmetic between passes."""
         of_graphs = self.parameters.get
         return {e.key: Stored(self.pool, e.offset, e.shape, of_graphs(e.key)) for e in self.fused}
+
+    @cached_property
+    def boxes(self) -> Mapping[str, Box]:
+        """Returns the part of each parameter that this rank holds, in global coordinates."""
+        return self.layout.held_by(self.rank)
 
     def _parameter_of(self, entry: FusedTensor) -> Any:
         return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)

@@ -295,9 +295,9 @@ FAULTS = (
     ),
     Fault(
         "moments-are-given-up-between-phases",
-        "mindgrpo/grpo/roles.py",
-        'residency.register("optimizer", moments, rebuilt=False, filled=True)',
-        'residency.register("optimizer", moments, rebuilt=True, filled=False)',
+        "mindgrpo/memory/residency.py",
+        'REBUILT = frozenset(("gradients", "generator",',
+        'REBUILT = frozenset(("gradients", "optimizer", "generator",',
         "each step's updates begin with moments of 0",
     ),
     Fault(
@@ -358,9 +358,9 @@ FAULTS = (
     ),
     Fault(
         "plan-counts-one-moment",
-        "mindgrpo/plan/run_plan.py",
-        '"optimizer": 2 * self.optimizer_bytes(stage),',
-        '"optimizer": self.optimizer_bytes(stage),',
+        "mindgrpo/training/policy.py",
+        'by_role["optimizer"] = [moment.pool for moment in self.moments]',
+        'by_role["optimizer"] = [moment.pool for moment in self.moments[:1]]',
         "a run that does not fit is said to fit",
     ),
     Fault(

@@ -196,17 +196,18 @@ class PlainDecoder:
         self.weight_pools: list[Pool] = []
         buffers = [pool.parameter(f"cache{i}", i * size, shape) for i in range(count)]
         caches = list(zip(buffers[::2], buffers[1::2], strict=True))
-        self._mark: Any = None
         seen = None
         if sampling.repetition_penalty != 1.0:
             room = (cache_config.slots, shard.local_vocab)
             self.pools.append(backend.pool(room[0] * room[1]))
             seen = self.pools[-1].parameter("seen", 0, room)
-            self._mark = backend.graph(MarkSeen(seen), "prompts' tokens")
 
         def decoder(read: int, sampling: SamplingParams, takes_all: bool, records: bool) -> Any:
             cell = Decode(shard, caches, read, sampling, seen, takes_all, records)
             return backend.graph(cell, DECODE)
+
+        def mark() -> Any:
+            return backend.graph(MarkSeen(seen), "prompts' tokens")
 
         def prefill(records: bool) -> Any:
             return backend.graph(
@@ -215,6 +216,7 @@ class PlainDecoder:
 
         # One for each length and sampling, and one more for tokens that are no candidates.
         self._decoder, self._prefill = cache(decoder), cache(prefill)
+        self._mark = None if seen is None else cache(mark)
 
     def weights_changed(self) -> None:
         """Does nothing: it reads the weights themselves."""
@@ -298,7 +300,7 @@ class PlainDecoder:
             own = prompt[(prompt >= first) & (prompt < first + count)] - first
             marks[np.array(slots)[:, None], own] = 1.0
             fresh[slots] = 1.0
-        self._mark(Tensor(marks), Tensor(fresh))
+        self._mark()(Tensor(marks), Tensor(fresh))
 
     def _decode_some(self, batch: GenerationBatch) -> None:
         """Draws the next token of all samples in slots."""

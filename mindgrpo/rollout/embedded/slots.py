@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 
@@ -133,32 +134,39 @@ class SlotDecoder:
         self.pools: list[Pool] = [cache, work]
         # What it keeps of the weights beside them.
         self.weight_pools: list[Pool] = []
-        # Kernels that keep slots are the host's: its memory is the device's.
-        with cache.on_host() as memory_of_cache, work.on_host() as memory_of_work:
-            keys_and_values = memory_of_cache.view(0, (sizes.cache,))
-            scratch, inputs, starts, seen, parked = _views(memory_of_work, sizes.beside_cache)
-            memory = Memory(keys_and_values, scratch, inputs, starts, seen, None, parked)
         kernels = shard.kernels
         packed_bytes = sum(model_shape.packed_sizes(kernels.num_parts, kernels.head_parts))
         if packed_bytes:
             size = packed_bytes // ITEM_BYTES["bfloat16"]
-            packed = backend.pool(size, dtype="bfloat16")
-            self.weight_pools.append(packed)
-            with packed.on_host() as memory_of_packed:
-                memory = replace(memory, packed=memory_of_packed.view(0, (size,)))
-        nope_dim = None if shard.config.latent is None else shard.config.latent.rank
-        num_positions = cache_config.max_prompt + cache_config.max_tokens
-        rotary = rotary_table(shard.config, num_positions, nope_dim=nope_dim)
-        self._slots = shard.kernels.slots(
-            model_shape, sampling, rotary, cache_config.slots, cache_config.prompt_rows, memory
-        )
-        self._shard = shard
+            self.weight_pools.append(backend.pool(size, dtype="bfloat16"))
+        self._shard, self._sizes = shard, sizes
+        self._model_shape, self._sampling = model_shape, sampling
         self._progress = partial(backend.health.progress, "samples")
         # By number of its prompt in the batch, the experts of all tokens of it but the last one.
         self._prompt_routes: dict[int, np.ndarray] = {}
         # By number, the samples that may continue from their keys, in slots of `_kept_slot_size`.
         self._kept: dict[int, KeptSample] = {}
         self._kept_slot_size = 0
+
+    @cached_property
+    def _slots(self) -> Any:
+        """Returns the kernels, once there are weights for them."""
+        cache, work = self.pools
+        # Kernels that keep slots are the host's: its memory is the device's.
+        with cache.on_host() as memory_of_cache, work.on_host() as memory_of_work:
+            keys_and_values = memory_of_cache.view(0, (self._sizes.cache,))
+            scratch, inputs, starts, seen, parked = _views(memory_of_work, self._sizes.beside_cache)
+            memory = Memory(keys_and_values, scratch, inputs, starts, seen, None, parked)
+        for pool in self.weight_pools:
+            with pool.on_host() as memory_of_packed:
+                size = pool.num_bytes // pool.itemsize
+                memory = replace(memory, packed=memory_of_packed.view(0, (size,)))
+        config, own = self._shard.config, self._cache_config
+        nope_dim = None if config.latent is None else config.latent.rank
+        rotary = rotary_table(config, own.max_prompt + own.max_tokens, nope_dim=nope_dim)
+        return self._shard.kernels.slots(
+            self._model_shape, self._sampling, rotary, own.slots, own.prompt_rows, memory
+        )
 
     def weights_changed(self) -> None:
         """Registers the changed weights and forgets kept keys; to be called before it generates with them."""
