@@ -30,7 +30,7 @@ from mindgrpo.checkpoint.format import (
     stored_groups,
 )
 from mindgrpo.checkpoint.load import check_tensors, load_role
-from mindgrpo.checkpoint.remote_files import check_files, tensors_of
+from mindgrpo.checkpoint.remote_files import check_files, files_of
 from mindgrpo.checkpoint.save import NotWritten, Saver, values_digest
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
@@ -164,11 +164,8 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
-        tensors, groups = tensors_of(state.unfinished), carried.unfinished
-        arrays = {
-            name: [groups[group].samples[i].arrays[name] for group, i in keys]
-            for name, keys in tensors.items()
-        }
+        files, groups = files_of(state.unfinished), carried.unfinished
+        remote = {n: [groups[g].samples[i].arrays[n] for g, i in keys] for n, keys in files.items()}
         plan = self._roles.plan
         lora = plan.lora and StoredAdapters(
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
@@ -187,8 +184,8 @@ class RunCheckpoints:
                     lambda stored: Manifest.model_validate(described | stored),
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
-                    tensors=tensors,
-                    arrays={n: gathered(own, self._backend.world) for n, own in arrays.items()},
+                    files=files,
+                    arrays={n: gathered(own, self._backend.world) for n, own in remote.items()},
                 )
         except NotWritten as reason:
             self._failed(step, reason)
