@@ -21,7 +21,7 @@ from mindgrpo.algorithm.sample import PartialGroup, Sample
 from mindgrpo.checkpoint import remote_files
 from mindgrpo.checkpoint import save as saving
 from mindgrpo.checkpoint.format import DamagedCheckpoint, Manifest, read_manifest, stored_groups
-from mindgrpo.checkpoint.remote_files import check_files, file_of, read_files, tensors_of
+from mindgrpo.checkpoint.remote_files import check_files, file_of, files_of, read_files
 from mindgrpo.checkpoint.save import NotWritten, Saver
 
 PROMPT, FILE = np.array([1, 2], np.int32), file_of("routes")
@@ -61,8 +61,8 @@ def attempt(backend: Any, path: Path, step: int = 3) -> str | None:
         return manifest.model_copy(update={"state": state})
 
     try:
-        roles, tensors = filled(backend, layout((1, 2, 1))), tensors_of(stored)
-        saver.begin(step, roles, complete, False, tensors=tensors, arrays={"routes": arrays()})
+        roles, files = filled(backend, layout((1, 2, 1))), files_of(stored)
+        saver.begin(step, roles, complete, False, files=files, arrays={"routes": arrays()})
         saver.commit()
     except NotWritten as error:
         return str(error)
@@ -80,13 +80,13 @@ def folder(tmp_path: Path) -> Path:
 def test_what_the_first_rank_writes_every_rank_reads(folder: Path) -> None:
     manifest = read_manifest(folder)
     check_files(folder, manifest)
-    found = read_files(folder, manifest)["routes"]
+    found = read_files(folder, manifest)
     assert found.keys() == KEPT.keys()
     with safe_open(folder / FILE, "np") as file:
         for key, own in KEPT.items():
             expected = np.asarray(own.arrays["routes"])
-            assert found[key].dtype == expected.dtype
-            np.testing.assert_array_equal(found[key], expected)
+            assert found[key]["routes"].dtype == expected.dtype
+            np.testing.assert_array_equal(found[key]["routes"], expected)
             np.testing.assert_array_equal(file.get_tensor(f"{key[0]}/{key[1]}"), expected)
 
 
@@ -132,9 +132,9 @@ def test_the_file_counts_among_what_a_checkpoint_takes(
 
     def told(backend: Any) -> str:
         saver = Saver(tmp_path, backend)
-        tensors = tensors_of(stored_groups(GROUPS))
+        files = files_of(stored_groups(GROUPS))
         with pytest.raises(NotWritten) as refused:
-            saver.begin(7, filled(backend, layout((1, 1, 1))), manifest_of, False, tensors=tensors)
+            saver.begin(7, filled(backend, layout((1, 1, 1))), manifest_of, False, files=files)
         return str(refused.value)
 
     assert run(1, told)[0].startswith("it takes 2048.")

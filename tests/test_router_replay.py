@@ -315,7 +315,7 @@ def test_ended_samples_of_a_checkpoint_bring_their_routes_back() -> None:
     first["samples"][0]["routes"].append(text)
     by_form = {
         "in the manifest": ([StoredGroup.model_validate_json(json.dumps(first))], [prompt]),
-        "in a file": ([stored], [prompt], {"routes": {(0, 0): routes}}),
+        "in a file": ([stored], [prompt], {(0, 0): {"routes": routes}}),
     }
     for form, given in by_form.items():
         (group,) = restored_groups(*given)

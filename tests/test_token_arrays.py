@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import STOPPED, PartialGroup, Rollout, Sample, TrainBatch, collect
 from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS, TokenArray
 from mindgrpo.checkpoint.format import StoredGroup, restored_groups, stored_groups
 from mindgrpo.grpo.metrics import step_digests
-from mindgrpo.run.batch_dump import About, Dump, read, write
+from mindgrpo.run.batch_dump import ARRAYS, About, Dump, read, write
 
 ROUTED = TokenArray("the experts of each token", np.int16, (2,), on_context=-1, is_input=True)
 PROMPT = np.array([7, 8, 9], np.int32)
@@ -86,6 +87,29 @@ def test_an_unfinished_sample_brings_it_back_and_an_older_manifest_lacks_it() ->
 
 def test_a_dumped_batch_has_it(tmp_path: Path) -> None:
     rollout = Rollout((sample(0), sample(1, 2)), (0, 0))
+    for one, other in zip(dumped(rollout, tmp_path).samples, rollout.samples, strict=True):
+        np.testing.assert_array_equal(one.arrays["routed"], other.arrays["routed"])
+        np.testing.assert_array_equal(one.logps, other.logps)
+
+
+def test_a_dumped_batch_has_remote_arrays_whole_under_the_name_that_their_files_always_had(
+    tmp_path: Path,
+) -> None:
+    routes = [np.arange(4 * n, dtype=np.uint8).reshape(n, 2, 2) for n in (6, 4)]
+    samples = []
+    for i, own in enumerate(routes):
+        arrays = {"logps": np.zeros(len(own) - 2), "routes": (own[:2], own[2:])}
+        tokens = np.arange(len(own) - 2, dtype=np.int32)
+        samples.append(Sample.drawn(i, PROMPT, tokens, STOPPED, 3, **arrays))
+    rollout = Rollout(tuple(samples), (0, 0))
+    for own, values in zip(dumped(rollout, tmp_path).token_arrays["routes"], routes, strict=True):
+        np.testing.assert_array_equal(own, values)
+    stored = load_file(tmp_path / "dump" / ARRAYS)
+    np.testing.assert_array_equal(stored["routed_experts"], np.concatenate(routes))
+    assert stored["routed_experts.lengths"].tolist() == [6, 4]
+
+
+def dumped(rollout: Rollout, tmp_path: Path) -> Rollout:
     (tmp_path / "config.yaml").write_text("")
     about = About(
         cause="",
@@ -100,8 +124,4 @@ def test_a_dumped_batch_has_it(tmp_path: Path) -> None:
     )
     batch = TrainBatch(rollout, np.zeros(2, np.float32))
     write(tmp_path / "dump", Dump(about, batch), tmp_path / "config.yaml", None)
-    for one, other in zip(
-        read(tmp_path / "dump").batch.rollout.samples, rollout.samples, strict=True
-    ):
-        np.testing.assert_array_equal(one.arrays["routed"], other.arrays["routed"])
-        np.testing.assert_array_equal(one.logps, other.logps)
+    return read(tmp_path / "dump").batch.rollout

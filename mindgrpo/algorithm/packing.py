@@ -364,24 +364,10 @@ def _arrays(
                 Predicted(sample, offsets, here, index, 1.0 / max(1, np.count_nonzero(wrote)))
             )
             count, index = here.stop, index + bool(placed.completion)
-    mine = columns[part]
-    own_tokens = np.take_along_axis(tokens, mine, 1)
-    own_arrays = {
-        name: values[np.arange(len(rows))[:, None], mine] for name, values in arrays.items()
-    }
-    return MicroBatch(
-        rows,
-        own_tokens,
-        positions,
-        spans,
-        columns,
-        picks,
-        labels,
-        actions,
-        tuple(predicted),
-        own_arrays,
-        part,
-    )
+    mine = np.arange(len(rows))[:, None], columns[part]
+    inputs = {name: values[mine] for name, values in arrays.items()}
+    of_picks = picks, labels, actions, tuple(predicted)
+    return MicroBatch(rows, tokens[mine], positions, spans, columns, *of_picks, inputs, part)
 
 
 class PackedRollout:

@@ -12,13 +12,7 @@ from math import prod
 import numpy as np
 
 from mindgrpo.algorithm.sample import Rollout
-from mindgrpo.algorithm.token_arrays import (
-    TOKEN_ARRAYS,
-    RemoteArray,
-    RemoteSegment,
-    RemoteTokenArray,
-    Segment,
-)
+from mindgrpo.algorithm.token_arrays import RemoteArray, RemoteSegment, Segment
 from mindgrpo.backend.contract import Group
 
 # Of what is passed on to be written, at a time.
@@ -140,5 +134,5 @@ def gathered_arrays(rollout: Rollout, world: Group) -> dict[str, list[RemoteArra
     return {
         name: [RemoteArray((own,)) for own in gathered(arrays, world)]
         for name, arrays in rollout.token_arrays.items()
-        if isinstance(TOKEN_ARRAYS[name], RemoteTokenArray)
+        if isinstance(arrays[0], RemoteArray)
     }

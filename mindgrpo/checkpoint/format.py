@@ -155,22 +155,23 @@ def _stored(sample: Sample) -> StoredSample:
 def restored_groups(
     stored: Sequence[StoredGroup],
     prompts: Sequence[np.ndarray],
-    files: Mapping[str, Mapping[tuple[int, int], np.ndarray]] | None = None,
+    files: Mapping[tuple[int, int], dict[str, np.ndarray]] | None = None,
 ) -> tuple[PartialGroup, ...]:
     """Restores partial groups; `prompts` int32 [n] each are those at the groups' positions.
 
-    `files` are the remote arrays of the checkpoint's files by name, and by the numbers of group and sample.
+    `files` are the remote arrays of the checkpoint's files by the numbers of group and sample, and by name.
     """
-    groups = []
-    for number, (group, prompt) in enumerate(zip(stored, prompts, strict=True)):
-        samples = []
-        for i, own in enumerate(group.samples):
-            of_files = {
-                n: file[number, i] for n, file in (files or {}).items() if (number, i) in file
-            }
-            samples.append(_sample(i, own, prompt, own.inline_arrays | of_files))
-        groups.append(PartialGroup(group.position, group.step, tuple(samples)))
-    return tuple(groups)
+    return tuple(
+        PartialGroup(
+            group.position,
+            group.step,
+            tuple(
+                _sample(i, own, prompt, own.inline_arrays | (files or {}).get((number, i), {}))
+                for i, own in enumerate(group.samples)
+            ),
+        )
+        for number, (group, prompt) in enumerate(zip(stored, prompts, strict=True))
+    )
 
 
 def _sample(

@@ -31,13 +31,15 @@ READ_BYTES = 1 << 20
 Key = tuple[int, int]
 # Of a file: dtype and shape, which begins with the number of tokens.
 Tensors = Mapping[Key, tuple[np.dtype, tuple[int, ...]]]
+# By the names of arrays.
+Files = Mapping[str, Tensors]
 
 
 def file_of(name: str) -> str:
     return f"{name}.safetensors"
 
 
-def tensors_of(groups: Sequence[StoredGroup]) -> dict[str, Tensors]:
+def files_of(groups: Sequence[StoredGroup]) -> Files:
     """Returns what the file of each array has of `groups`; nothing of version 1, whose manifests have it all."""
     files: dict[str, dict[Key, tuple[np.dtype, tuple[int, ...]]]] = {}
     for number, group in enumerate(groups):
@@ -46,12 +48,13 @@ def tensors_of(groups: Sequence[StoredGroup]) -> dict[str, Tensors]:
                 if not inline:
                     tensors = files.setdefault(name, {})
                     tensors[number, i] = np.dtype(dtype).newbyteorder("<"), shape
-    return dict(files)
+    return files
 
 
-def num_bytes(tensors: Tensors) -> int:
-    """Returns the bytes of a file, without its header."""
-    return sum(prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
+def num_bytes(files: Files) -> int:
+    """Returns the bytes of files, without their headers."""
+    tensors = (tensor for file in files.values() for tensor in file.values())
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in tensors)
 
 
 def write_file(path: Path, tensors: Tensors, arrays: Iterable[np.ndarray]) -> StoredFile:
@@ -85,9 +88,9 @@ def write_file(path: Path, tensors: Tensors, arrays: Iterable[np.ndarray]) -> St
 
 def check_files(folder: Path, manifest: Manifest) -> None:
     """Raises DamagedCheckpoint unless the files, where the manifest has some, are those that were written."""
-    for name, tensors in tensors_of(manifest.state.unfinished).items():
+    for name, tensors in files_of(manifest.state.unfinished).items():
         file, path = manifest.files.get(file_of(name)), folder / file_of(name)
-        if file is None or file.bytes != file.header_bytes + num_bytes(tensors):
+        if file is None or file.bytes != file.header_bytes + num_bytes({name: tensors}):
             raise DamagedCheckpoint(
                 f"{folder / MANIFEST} is damaged: {path.name} does not have {TOKEN_ARRAYS[name].title} of its samples; "
                 "use an earlier checkpoint."
@@ -106,14 +109,13 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def read_files(folder: Path, manifest: Manifest) -> dict[str, dict[Key, np.ndarray]]:
-    """Reads what `check_files` has checked: [tokens, ...] by name, and by group and sample."""
-    arrays = {}
-    for name, tensors in tensors_of(manifest.state.unfinished).items():
+def read_files(folder: Path, manifest: Manifest) -> dict[Key, dict[str, np.ndarray]]:
+    """Reads what `check_files` has checked: [tokens, ...] by group and sample, and by name."""
+    arrays: dict[Key, dict[str, np.ndarray]] = {}
+    for name, tensors in files_of(manifest.state.unfinished).items():
         with (folder / file_of(name)).open("rb") as stream:
             stream.seek(manifest.files[file_of(name)].header_bytes)
-            arrays[name] = {
-                key: np.fromfile(stream, dtype, prod(shape)).reshape(shape).astype(dtype.name)
-                for key, (dtype, shape) in tensors.items()
-            }
+            for key, (dtype, shape) in tensors.items():
+                values = np.fromfile(stream, dtype, prod(shape)).reshape(shape)
+                arrays.setdefault(key, {})[name] = values.astype(dtype.name)
     return arrays

@@ -246,12 +246,12 @@ class Saver:
         complete: Complete,
         background: bool,
         bring: Callable[[str], None] = lambda role: None,
-        tensors: Mapping[str, remote_files.Tensors] | None = None,
+        files: remote_files.Files | None = None,
         arrays: Mapping[str, Iterable[np.ndarray]] | None = None,
     ) -> int:
         """Saves the values of this moment; returns the bytes of all ranks.
 
-        `bring` brings a role into memory; one is read at a time. `arrays` are the remote arrays that `tensors`
+        `bring` brings a role into memory; one is read at a time. `arrays` are the remote arrays that `files`
         describe, by name: all ranks go through them together, and those of the first rank are written at once.
         """
         assert self._work is None, "the checkpoint before was not committed"
@@ -259,11 +259,10 @@ class Saver:
         if self._planned != layouts:
             self._plan = plan_chunks(layouts, self._backend.world_size)
             self._planned = layouts
-        total = sum(shard_bytes(chunks) for chunks in self._plan)
-        total += sum(remote_files.num_bytes(of_file) for of_file in (tensors or {}).values())
+        total = sum(map(shard_bytes, self._plan)) + remote_files.num_bytes(files or {})
         on_first_rank(self._backend, lambda: self._make_folder(step, total))
         chunks = self._plan[self._backend.rank]
-        remote = self._write_remote(step, tensors, arrays) if tensors and arrays else {}
+        remote = self._write_remote(step, files, arrays) if files and arrays else {}
         work = self._work = _Work(step, complete, remote)
         path = partial_of(self._run, step) / f"rank_{self._backend.rank:05d}.safetensors"
         if not chunks:
@@ -299,18 +298,15 @@ class Saver:
             partial.mkdir()
 
     def _write_remote(
-        self,
-        step: int,
-        tensors: Mapping[str, remote_files.Tensors],
-        arrays: Mapping[str, Iterable[np.ndarray]],
+        self, step: int, files: remote_files.Files, arrays: Mapping[str, Iterable[np.ndarray]]
     ) -> dict[str, StoredFile]:
         """Writes the files on rank 0 and describes them there; all ranks together. Raises NotWritten."""
         partial, written, error = partial_of(self._run, step), dict[str, StoredFile](), None
-        for name, of_file in tensors.items():
+        for name, tensors in files.items():
             file, left = remote_files.file_of(name), iter(arrays[name])
             if self._backend.rank == 0 and error is None:
                 try:
-                    written[file] = remote_files.write_file(partial / file, of_file, left)
+                    written[file] = remote_files.write_file(partial / file, tensors, left)
                 except OSError as failed:
                     error = f"{file}: {failed.strerror}"
             # The other ranks pass on theirs to the end.

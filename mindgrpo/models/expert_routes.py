@@ -89,10 +89,8 @@ class ExpertStatistics:
         if self.compared:
             metrics["moe/routes_changed"] = self.changed / self.compared
         if self.margins.count:
-            metrics |= {
-                "moe/margin_mean": self.margins.mean,
-                "moe/margin_min": self.margins.least,
-            }
+            metrics["moe/margin_mean"] = self.margins.mean
+            metrics["moe/margin_min"] = self.margins.least
         return metrics
 
 
@@ -184,10 +182,9 @@ class StepExperts:
         own = self.statistics
         if not own.is_replayed or inputs is None:
             return self
-        counts = (
-            count_choices(c.topk_ids, i.topk_ids) for i, c in zip(inputs, choices, strict=True)
-        )
-        compared, changed = np.sum([*counts], 0).tolist()
+        pairs = zip(choices, inputs, strict=True)
+        counts = [count_choices(one.topk_ids, other.topk_ids) for one, other in pairs]
+        compared, changed = np.sum(counts, 0).tolist()
         return self._with(compared=own.compared + compared, changed=own.changed + changed)
 
     def load(self, members: Sequence[int]) -> np.ndarray:

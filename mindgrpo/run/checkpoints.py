@@ -25,7 +25,7 @@ from mindgrpo.checkpoint.format import (
     StoredShapes,
     stored_groups,
 )
-from mindgrpo.checkpoint.remote_files import tensors_of
+from mindgrpo.checkpoint.remote_files import files_of
 from mindgrpo.checkpoint.save import NotWritten, Saver
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError, is_interactive
@@ -151,11 +151,8 @@ class RunCheckpoints:
             **self._record.history(),
         )
         figures: dict[str, Any] = {}
-        tensors, groups = tensors_of(stored.unfinished), state.unfinished
-        arrays = {
-            name: [groups[group].samples[i].arrays[name] for group, i in keys]
-            for name, keys in tensors.items()
-        }
+        files, groups = files_of(stored.unfinished), state.unfinished
+        remote = {n: [groups[g].samples[i].arrays[n] for g, i in keys] for n, keys in files.items()}
         plan = self._roles.plan
         lora = plan.lora and StoredAdapters(
             rank=plan.lora.rank, alpha=plan.lora.alpha, targets=list(plan.lora.targets)
@@ -171,11 +168,11 @@ class RunCheckpoints:
                 figures["checkpoint/bytes"] = self._saver.begin(
                     step,
                     self._saved,
-                    lambda files: Manifest.model_validate(described | files),
+                    lambda saved: Manifest.model_validate(described | saved),
                     background=self._rl.save_ckpt_async and in_background,
                     bring=self._bring,
-                    tensors=tensors,
-                    arrays={n: gathered(own, self._backend.world) for n, own in arrays.items()},
+                    files=files,
+                    arrays={n: gathered(own, self._backend.world) for n, own in remote.items()},
                 )
         except NotWritten as reason:
             self._failed(step, reason)

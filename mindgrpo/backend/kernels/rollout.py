@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -121,8 +121,8 @@ class GenerationBatch:
 
     `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
     `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest]. `samples` are their numbers, by which
-    they are known again when they continue; () where none does. A decoder that `records_routes` puts the experts of the
-    tokens that it computes for a sample into `routes`, as Sample has them.
+    they are known again when they continue; () where none does. `arrays` are further per-token arrays of the samples,
+    by name: a decoder that `records_routes` gives the experts of the tokens that it computes for a sample.
     """
 
     prompts: Sequence[np.ndarray]
@@ -135,7 +135,7 @@ class GenerationBatch:
     stopped: np.ndarray
     samples: Sequence[int] = ()
     records_routes: bool = False
-    routes: list[tuple[np.ndarray, ...]] = field(default_factory=list)
+    arrays: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(

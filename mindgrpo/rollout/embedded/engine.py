@@ -32,7 +32,7 @@ class EmbeddedEngine:
     """A RolloutEngine with memory for what `cache_config` says; `kernels` other than the backend's are for tests.
 
     `sampling.max_tokens` and `repetition_penalty` decide what there is memory for. With `records_routes` samples of
-    models with experts have their routes, but for those of evaluations.
+    models with experts have those of their tokens, but for evaluations.
     """
 
     capabilities = Capabilities("embedded")
@@ -121,7 +121,7 @@ class EmbeddedEngine:
                 STOPPED if batch.stopped[i] else LENGTH,
                 version,
                 logps=batch.logps[i, :length].copy(),
-                **({"routes": batch.routes[i]} if batch.records_routes else {}),
+                **{name: values[i] for name, values in batch.arrays.items()},
             )
             for i, ((number, prompt), length) in enumerate(
                 zip(numbered, batch.lengths.tolist(), strict=True)

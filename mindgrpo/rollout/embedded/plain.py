@@ -371,7 +371,7 @@ class _Routes:
 
     def give(self, batch: GenerationBatch) -> None:
         if self.are_wanted:
-            batch.routes = [
+            batch.arrays["routes"] = [
                 (self._of_prompts[prompt], self._of_samples[i, :length].copy())
                 for i, (prompt, length) in enumerate(
                     zip(batch.prompt_of.tolist(), batch.lengths.tolist(), strict=True)

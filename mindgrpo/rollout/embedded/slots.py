@@ -196,7 +196,7 @@ class SlotDecoder:
                 prompt_tokens += self._bring_prompts(batch, layout, waiting)
             left = self._decode_some(batch, sum(len(samples) for samples in waiting))
         if batch.records_routes:
-            batch.routes = [
+            batch.arrays["routes"] = [
                 (self._prompt_routes[prompt], self._slots.routes(i, 0, length))
                 for i, (prompt, length) in enumerate(
                     zip(batch.prompt_of.tolist(), batch.lengths.tolist(), strict=True)
@@ -215,7 +215,7 @@ class SlotDecoder:
             pass
         again.give(batch)
         if batch.records_routes:
-            batch.routes = [
+            batch.arrays["routes"] = [
                 (self._slots.routes(i, row.own, int(again.batch.lengths[i])),)
                 for i, row in enumerate(again.rows)
             ]
