@@ -1,7 +1,7 @@
 """Declares what training does with stored tensors between passes: sums over ranks, a norm, AdamW, rows for all.
 
-Arrays of the host's memory are computed by host.py, tensors of a device in graphs by device.py (choose.py).
- Tensors are known by where they lie in their pools.
+Arrays of the host's memory are computed by host.py, tensors of a device in graphs by device.py
+(choose.py). Tensors are known by where they lie in their pools.
 """
 
 from __future__ import annotations
