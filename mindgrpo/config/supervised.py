@@ -31,7 +31,7 @@ _READ = frozenset(
         "prompts_per_step",
         *("batch_size", "seq_length", "packing", "pack_num", "micro_batch_interleaved"),
         *("save_ckpt_interval", "save_max_ckpt_num", "save_ckpt_best", "save_ckpt_async"),
-        *("save_ckpt_format", "resume_training", "resume_changed"),
+        *("resume_training", "resume_changed"),
         *("max_skipped_updates", "dump_weights"),
         *("router_aux_loss_coef", "moe_router_bias_update_rate"),
         *("tensorboard", "tensorboard_dir", "tensorboard_queue_size"),
