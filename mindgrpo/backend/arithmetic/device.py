@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -13,9 +13,13 @@ from mindgrpo.backend.arithmetic.contract import (
     Arithmetic,
     Columns,
     Operation,
+    Sharded,
     ShardedTensor,
+    Step,
     Stored,
+    Tensors,
     Updated,
+    neighbours,
 )
 from mindgrpo.backend.arithmetic.device_rows import (
     ASSIGN,
@@ -209,47 +213,47 @@ class DeviceArithmetic(Arithmetic):
         self._backend = backend
         self._ticket = Tensor([0.0], ms.float32)
 
-    def _graph(self, cells: Sequence[nn.Cell], name: str) -> Graph:
-        return self._backend.graph(InTurn(cells), name)
+    def _sums(self, cells: Sequence[nn.Cell]) -> Graph:
+        return self._backend.graph(InTurn(cells), "sum of gradients")
 
     def sum_columns(self, columns: Sequence[Columns], group: Group) -> Operation:
-        graphs: list[Graph] = []
         summed = [own for own in columns if own.ranges]
-        for kind, cut in ((SumOfTensors, False), (SumOfColumns, True)):
-            for taken in of_graphs([own for own in summed if own.is_whole != cut]):
-                cells = [kind(own, group) for own in buckets(taken, [c.size for c in taken])]
-                graphs.append(self._graph(cells, "sum of gradients"))
-        return self._in_turn(graphs)
+        return self._in_turn(
+            self._sums([kind(own, group) for own in buckets(taken, [c.size for c in taken])])
+            for kind, cut in ((SumOfTensors, False), (SumOfColumns, True))
+            for taken in of_graphs([own for own in summed if own.is_whole != cut])
+        )
 
     def sum_tensors(self, tensors: Sequence[Stored], group: Group) -> Operation:
         return self.sum_columns([Columns(one, ((0, one.shape[-1]),)) for one in tensors], group)
 
-    def scatter_sum(
-        self, tensors: Sequence[ShardedTensor], gradients: Mapping[str, Stored], group: Group
-    ) -> Operation:
+    def _shared(self, tensors: Sharded) -> Iterator[tuple[Group, list[list[ShardedTensor]]]]:
+        """Yields groups with the buckets that they share, for one graph, without what has no rows."""
+        for ranks, own in neighbours(tensors):
+            for taken in of_graphs([tensor for tensor in own if tensor.blocks]):
+                yield self._backend.group(ranks), buckets_of(taken)
+
+    def scatter_sum(self, tensors: Sharded, gradients: Tensors) -> Operation:
         return self._in_turn(
-            self._graph(
-                [SumOfShares(own, gradients, group) for own in buckets_of(taken)],
-                "sum of gradients",
-            )
-            for taken in of_graphs([tensor for tensor in tensors if tensor.blocks])
+            self._sums([SumOfShares(own, gradients, group) for own in shared])
+            for group, shared in self._shared(tensors)
         )
 
-    def gather(
-        self,
-        tensors: Sequence[ShardedTensor],
-        trained: Mapping[str, Stored],
-        masters: Mapping[str, Stored] | None,
-        group: Group,
-    ) -> Operation:
-        assert masters is not None
-        return self._in_turn(
-            self._graph(
-                [GatherOfShares(own, masters, trained, group) for own in buckets_of(taken)],
+    def gather(self, tensors: Sharded, trained: Tensors, masters: Tensors | None) -> Operation:
+        assert masters is not None, "a graph updates whole parameters, never rows of one"
+        graphs = [
+            self._backend.graph(
+                InTurn([GatherOfShares(own, masters, trained, group) for own in shared]),
                 "gathered weights",
             )
-            for taken in of_graphs([tensor for tensor in tensors if tensor.blocks])
-        )
+            for group, shared in self._shared(tensors)
+        ]
+
+        def run() -> None:
+            for graph in graphs:
+                graph(self._ticket).asnumpy()
+
+        return run
 
     def _in_turn(self, graphs: Iterable[Graph]) -> Operation:
         made = list(graphs)
@@ -267,9 +271,7 @@ class DeviceArithmetic(Arithmetic):
         graph = self._backend.graph(cell, "gradient norm")
         return lambda: float(graph().asnumpy()[0])
 
-    def adamw(
-        self, tensors: Sequence[Updated], settings: AdamWSettings
-    ) -> Callable[[int, float, float], None]:
+    def adamw(self, tensors: Sequence[Updated], settings: AdamWSettings) -> Step:
         kernels, graphs = self._backend.kernels, list[Graph]()
         for taken in of_graphs(tensors):
             entries = [(*(own.parameter for own in one.tensors), one.decays) for one in taken]
