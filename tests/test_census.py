@@ -20,13 +20,8 @@ from mindspore import Tensor, nn, ops
 
 from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.backend.arithmetic.contract import ShardedTensor
-from mindgrpo.backend.arithmetic.device import (
-    AdamWCell,
-    GatherOfShares,
-    OwnRows,
-    RoundCell,
-    SumOfShares,
-)
+from mindgrpo.backend.arithmetic.device import AdamWCell, RoundCell
+from mindgrpo.backend.arithmetic.device_rows import GatherOfShares, OwnRows, SumOfShares
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import AloneGroup, Backend, Group
 from mindgrpo.backend.dtypes import Dtype

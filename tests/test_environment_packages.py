@@ -245,7 +245,7 @@ def test_the_solved_example_of_a_prompt_is_a_problem_of_the_package() -> None:
     question = load_environment(config.environment[0])().reset({"seed": 1})
     template = (ROOT / str(config.chat_template)).read_text()
     messages = [{"role": "user", "content": question}]
-    prompt, _ = render_chat(template, messages, add_generation_prompt=True)
+    prompt = render_chat(template, messages, add_generation_prompt=True)
     _, solved, asked = prompt.split("<|im_start|>user\n")
     assert asked == f"{question}<|im_end|>\n<|im_start|>assistant\n"
     (problem,) = re.findall(r"\d [+-] \d", solved)

@@ -14,7 +14,8 @@ from ascend_doubles import fused
 from mindspore import Tensor, nn
 
 from mindgrpo.backend.arithmetic.contract import Columns, Stored
-from mindgrpo.backend.arithmetic.device import TENSORS_OF_LOOP, SumOfColumns, SumOfTensors
+from mindgrpo.backend.arithmetic.device import SumOfColumns, SumOfTensors
+from mindgrpo.backend.arithmetic.device_rows import TENSORS_OF_LOOP
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.host_pool import HostPool

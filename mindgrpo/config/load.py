@@ -222,9 +222,9 @@ def _is_live(key: str, entry: Sourced, notices: dict[str, str]) -> bool:
         notices.setdefault(retired, notice)
     elif key in PENDING:
         pending = PENDING[key]
-        asked = f"{key} {shown(entry.value)} asks for {pending.feature}, which {pending.verdict}"
         if not pending.accepts(entry.value):
-            raise UserError(f"{asked}; set it to {pending.inactive!r} ({entry.origin}).")
+            refusal = pending.refusal(key, shown(entry.value))
+            raise UserError(f"{refusal}; set it to {pending.inactive!r} ({entry.origin}).")
     elif key not in SECTIONS:
         raise UserError(f"{unknown(key, entry.value == {})} ({entry.origin}).")
     elif entry.value is not None and entry.value != {}:

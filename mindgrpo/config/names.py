@@ -23,11 +23,17 @@ def _data(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Pending:
-    """A key that will be live later: what an active value asks for, and the inactive value, which is accepted."""
+    """A key of which one value is accepted, `inactive`: what another asks for, or the `rule` that it breaks."""
 
-    feature: str
     inactive: object
+    feature: str = ""
     verdict: str = "is not available yet"
+    rule: str = ""
+
+    def refusal(self, key: str, value: str) -> str:
+        if self.rule:
+            return f"{key} is {value}, but {self.rule}"
+        return f"{key} {value} asks for {self.feature}, which {self.verdict}"
 
     def accepts(self, value: object) -> bool:
         # Types are compared as well: `False` and `0` are two things in YAML.

@@ -142,8 +142,8 @@ def _explain_known(key: str) -> str:
 
 def _pending(key: str) -> str:
     pending = PENDING[key]
-    instead = f"leave it at {written(pending.inactive)}"
-    return f"{key} asks for {pending.feature}, which {pending.verdict}; {instead}."
+    why = pending.rule or f"asks for {pending.feature}, which {pending.verdict}"
+    return f"{key} {why}; leave it at {written(pending.inactive)}."
 
 
 def reference() -> str:
@@ -215,7 +215,7 @@ def _inactive() -> Iterator[str]:
     yield from ("", "## Retired keys", "")
     yield "Accepted without effect; a run lists those that its configuration sets, once, at startup."
     yield from _table("key", "why, and what instead", RETIRED.items())
-    yield from ("", "## Features that are not available yet", "")
+    yield from ("", "## Keys that take one value", "")
     yield from (f"- {_pending(key).replace(key, f'`{key}`', 1)}" for key in PENDING)
 
 

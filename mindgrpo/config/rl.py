@@ -40,8 +40,6 @@ class CheckpointKeys(Section):
     """name of a reward function: also keep the checkpoint with its highest held-out mean; null: off"""
     save_ckpt_async: bool = False
     """write checkpoints during the next step, from a copy in host memory"""
-    save_ckpt_format: Literal["safetensors"] = "safetensors"
-    """file format of checkpoints: safetensors files and one JSON file"""
     resume_training: Annotated[bool | str, BeforeValidator(_switch_or_path)] = False
     """resume from a checkpoint: true for the latest one of output_dir (without output_dir, of the newest run of this
     configuration and kind of training that has one), or the path of a run or of a checkpoint"""
@@ -49,16 +47,6 @@ class CheckpointKeys(Section):
     """keys that may differ from the resumed run, as the error message lists them, or all"""
     max_seconds: float | None = Field(None, gt=0)
     """end the run N seconds after its launch, once the current step is finished and saved; null: no limit"""
-
-    @field_validator("save_ckpt_format", mode="before")
-    @classmethod
-    def _no_ckpt(cls, value: object) -> object:
-        if value == "ckpt":
-            raise ValueError(
-                "cannot be ckpt: such files hold no layout and no digest; checkpoints are safetensors, and "
-                "actor_config.load reads a model's .ckpt"
-            )
-        return value
 
     @property
     def saves_checkpoints(self) -> bool:

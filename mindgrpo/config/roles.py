@@ -171,8 +171,6 @@ class RecomputeConfig(Section):
 
 
 class OptimizerConfig(Section):
-    type: Literal["adamw"] = "adamw"
-    """optimizer: AdamW with decoupled weight decay"""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """decay rate of the first moment"""
     adam_beta2: float = Field(0.95, ge=0, lt=1)

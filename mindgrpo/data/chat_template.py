@@ -211,11 +211,10 @@ def _same_draws(seed: str) -> Iterator[None]:
 def render_chat(
     template: str,
     messages: Sequence[Mapping[str, Any]],
-    with_spans: bool = False,
     date: datetime | None = None,
     **variables: Any,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the text and, `with_spans`, [start, end) characters of each `{% generation %}` block in it.
+) -> str:
+    """Returns the text of a conversation.
 
     It is a function of the arguments: `strftime_now` tells `date` (None: the present), and what is drawn at random
     depends on the template and the messages.
@@ -238,7 +237,6 @@ def render_chat(
             rendered: Any = render_jinja_template(
                 [[dict(message) for message in messages]],
                 chat_template=template,
-                return_assistant_tokens_mask=with_spans,
                 **{"tools": None, "documents": None, **variables},
             )
     except OutOfTime as error:
@@ -247,5 +245,5 @@ def render_chat(
         ) from error
     except MemoryError as error:
         raise TemplateError(f"it takes more than {MAX_GIB} GiB of memory for one prompt") from error
-    texts, spans = rendered
-    return texts[0], spans[0] if spans else []
+    text: str = rendered[0][0]
+    return text

@@ -80,7 +80,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns token ids. Raises UserError for a text with a token that the model does not have."""
-        ids = list(self._encoding(text).ids)
+        with reading(f"a prompt, with the tokenizer in {self.directory},"):
+            ids = list(self.codec.encode(text, add_special_tokens=False).ids)
         unknown = max(ids, default=0)
         if unknown >= self.num_known:
             raise UserError(
@@ -89,10 +90,6 @@ class Tokenizer:
                 "the model's own tokenizer"
             )
         return ids
-
-    def _encoding(self, text: str) -> Any:
-        with reading(f"a prompt, with the tokenizer in {self.directory},"):
-            return self.codec.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self.codec.decode([*map(int, ids)], skip_special_tokens=skip_special_tokens))
@@ -105,30 +102,6 @@ class Tokenizer:
         `variables` are its `tools` and `documents`.
         """
         variables["add_generation_prompt"] = add_generation_prompt
-        return self._rendered(messages, variables, with_spans=False)[0]
-
-    def encode_chat(
-        self, messages: Sequence[Message], **variables: Any
-    ) -> tuple[list[int], list[int]]:
-        """Returns token ids of a conversation, and 1 for each that a `{% generation %}` block wrote, else 0.
-
-        The mask is that of `apply_chat_template(return_assistant_tokens_mask=True)` of transformers 5.24: a token that
-        is partly a block's is the block's. Raises UserError.
-        """
-        variables = {"add_generation_prompt": False} | variables
-        text, spans = self._rendered(messages, variables, with_spans=True)
-        encoding = self._encoding(text)
-        mask, later = [], iter(spans)
-        span = next(later, None)
-        for start, stop in encoding.offsets:
-            while span is not None and start >= span[1]:
-                span = next(later, None)
-            mask.append(int(span is not None and stop > span[0]))
-        return list(encoding.ids), mask
-
-    def _rendered(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], with_spans: bool
-    ) -> tuple[str, list[tuple[int, int]]]:
         template = (self.tool_template if variables.get("tools") else None) or self.template
         if template is None:
             raise UserError(
@@ -138,9 +111,7 @@ class Tokenizer:
             )
         try:
             tokens = self.special_tokens
-            return render_chat(
-                template.text, messages, with_spans, self.date, **tokens, **variables
-            )
+            return render_chat(template.text, messages, self.date, **tokens, **variables)
         except TemplateSyntaxError as error:
             raise UserError(
                 f"{template.origin} is not valid jinja: {error}; correct it or set another {SETTING}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from mindgrpo.backend.arithmetic.device import BUCKET_BYTES
+from mindgrpo.backend.arithmetic.device_rows import BUCKET_BYTES
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError

@@ -95,7 +95,10 @@ def gumbel_of(bits: np.ndarray) -> np.ndarray:
 
 
 def gumbel(keys: np.ndarray, first_token: int, num_tokens: int) -> np.ndarray:
-    """Computes float32 [keys, num_tokens] of Gumbel noise, for the tokens from `first_token` on."""
+    """Defines the noise: float32 [keys, num_tokens], Gumbel, for the tokens from `first_token` on.
+
+    What samples computes it in graphs and in C; the tests compare these with it.
+    """
     noise = np.empty((len(keys), num_tokens), np.float32)
     rows = max(1, _AT_ONCE // num_tokens)
     for start in range(0, len(keys), rows):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 from mindgrpo.backend.arithmetic.choose import arithmetic_of
 from mindgrpo.backend.arithmetic.contract import Columns, Operation, ShardedTensor
@@ -149,9 +148,8 @@ class GradientSync:
             )
             for ranks, names in sums.shared
         ]
-        for ranks, neighbours in groupby(sharded, lambda tensor: tensor.ranks):
-            group = backend.group(ranks)
-            self._sums.append(arithmetic.scatter_sum(list(neighbours), stored, group))
+        if sharded:
+            self._sums.append(arithmetic.scatter_sum(sharded, stored))
         for axes, ranks in () if sharded else sums.data.items():
             if len(ranks) > 1:
                 same = [stored[entry.key] for entry in gradients.fused if entry.data_axes == axes]

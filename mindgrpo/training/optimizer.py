@@ -6,8 +6,6 @@ on the host bring AdamW there.
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from mindgrpo.backend.arithmetic.choose import arithmetic_of
 from mindgrpo.backend.arithmetic.contract import Operation, Updated
 from mindgrpo.backend.contract import Backend
@@ -68,12 +66,11 @@ class AdamW:
         )
         # What follows an update: rows go to all ranks, and are rounded on their way, or weights are rounded.
         self._after: list[Operation] = []
-        for ranks, neighbours in groupby(sharded, lambda tensor: tensor.ranks):
+        if is_sharded:
             trained = (weights if rounded is None else rounded).stored
             masters = None if rounded is None else weights.stored
-            group = backend.group(ranks)
-            self._after.append(self._arithmetic.gather(list(neighbours), trained, masters, group))
-        if rounded is not None and not sharded:
+            self._after.append(self._arithmetic.gather(sharded, trained, masters))
+        elif rounded is not None:
             pairs = [(rounded.stored[e.key], weights.stored[e.key]) for e in weights.fused]
             self._after.append(self._arithmetic.round(*map(list, zip(*pairs, strict=True))))
 

@@ -2,6 +2,7 @@
 
 An element's bits, mixed, are multiplied by a factor of each of its global indices, modulo 2^32, so that slices which
 were exchanged change the sum as well. Computed where the weights are: on the host, or on the device.
+docs/architecture.md says why there are other checksums.
 """
 
 from __future__ import annotations

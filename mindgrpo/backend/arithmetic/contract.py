@@ -1,7 +1,7 @@
 """Declares what training does with stored tensors between passes: sums over ranks, a norm, AdamW, rows for all.
 
-Arrays of the host's memory are computed by host.py, tensors of a device in graphs by device.py (choose.py).
- Tensors are known by where they lie in their pools.
+Arrays of the host's memory are computed by host.py, tensors of a device in graphs by device.py
+(choose.py). Tensors are known by where they lie in their pools.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
 from mindgrpo.backend.contract import Group, Pool, Share
 from mindgrpo.backend.kernels.shapes import AdamWSettings
-
-# Prepared once, called in every update, by all members of its group alike.
-Operation = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -169,8 +166,25 @@ class Updated:
         return self.tensors[1]
 
 
+# Prepared once, called in every update, by all members of its group alike.
+Operation = Callable[[], None]
+# (number of the update from 1, learning rate, factor of the gradients) -> None.
+Step = Callable[[int, float, float], None]
+Tensors = Mapping[str, Stored]
+Sharded = Sequence[ShardedTensor]
+
+
+def neighbours(tensors: Sharded) -> Iterator[tuple[tuple[int, ...], list[ShardedTensor]]]:
+    """Yields ranks and the tensors, one after another in their pools, that these share."""
+    for ranks, own in groupby(tensors, lambda tensor: tensor.ranks):
+        yield ranks, list(own)
+
+
 class Arithmetic(ABC):
-    """Makes operations on tensors of float32, in place; what they are made for stays where it is."""
+    """Makes operations on tensors of float32, in place; what they are made for stays where it is.
+
+    Tensors are in the order of their pools.
+    """
 
     @abstractmethod
     def sum_columns(self, columns: Sequence[Columns], group: Group) -> Operation:
@@ -181,20 +195,12 @@ class Arithmetic(ABC):
         """Sums tensors over the group, whose members have them at the same places of their pools."""
 
     @abstractmethod
-    def scatter_sum(
-        self, tensors: Sequence[ShardedTensor], gradients: Mapping[str, Stored], group: Group
-    ) -> Operation:
-        """Sums neighbouring tensors over the group; each member gets the sums of its own rows."""
+    def scatter_sum(self, tensors: Sharded, gradients: Tensors) -> Operation:
+        """Sums tensors over the ranks of each, of which a rank gets the sums of its own rows."""
 
     @abstractmethod
-    def gather(
-        self,
-        tensors: Sequence[ShardedTensor],
-        trained: Mapping[str, Stored],
-        masters: Mapping[str, Stored] | None,
-        group: Group,
-    ) -> Operation:
-        """Gives all members the rows of each, in the dtype of `trained`, whose tensors are neighbours.
+    def gather(self, tensors: Sharded, trained: Tensors, masters: Tensors | None) -> Operation:
+        """Gives the ranks of each tensor the rows of all, in the dtype of `trained`.
 
         `masters` are the shares that have the values; None: the owners' rows have them already.
         """
@@ -206,13 +212,8 @@ class Arithmetic(ABC):
         """Returns the 2-norm over the group of columns of which `copies` members have the same."""
 
     @abstractmethod
-    def adamw(
-        self, tensors: Sequence[Updated], settings: AdamWSettings
-    ) -> Callable[[int, float, float], None]:
-        """Returns (number of the update from 1, learning rate, factor of the gradients) -> None.
-
-        Gradients are zero afterwards.
-        """
+    def adamw(self, tensors: Sequence[Updated], settings: AdamWSettings) -> Step:
+        """Updates weights and moments; gradients are zero afterwards."""
 
     @abstractmethod
     def round(self, targets: Sequence[Stored], sources: Sequence[Stored]) -> Operation:

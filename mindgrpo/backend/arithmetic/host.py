@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -10,11 +11,14 @@ from mindgrpo.backend.arithmetic.contract import (
     Arithmetic,
     Columns,
     Operation,
-    ShardedTensor,
+    Sharded,
+    Step,
     Stored,
+    Tensors,
     Updated,
+    neighbours,
 )
-from mindgrpo.backend.contract import Backend, Group
+from mindgrpo.backend.contract import Backend, Group, Share
 from mindgrpo.backend.kernels.shapes import AdamWSettings
 
 # Elements of a pool: from where on, and how many.
@@ -40,7 +44,7 @@ def runs_of(tensors: Sequence[Stored]) -> list[np.ndarray]:
 
 class HostArithmetic(Arithmetic):
     def __init__(self, backend: Backend) -> None:
-        self._kernels = backend.kernels
+        self._backend, self._kernels = backend, backend.kernels
 
     def sum_columns(self, columns: Sequence[Columns], group: Group) -> Operation:
         views = [
@@ -66,34 +70,46 @@ class HostArithmetic(Arithmetic):
 
         return run
 
-    def scatter_sum(
-        self, tensors: Sequence[ShardedTensor], gradients: Mapping[str, Stored], group: Group
-    ) -> Operation:
-        shares = [share for tensor in tensors for share in tensor.shares(tensors[0].whole.offset)]
-        (values,) = runs_of([gradients[tensor.whole.key] for tensor in tensors])
-        return lambda: group.sum_shares(values, shares)
+    def _shared(
+        self, tensors: Sharded, stored: Tensors
+    ) -> list[tuple[Group, np.ndarray, list[Share]]]:
+        """Returns, of neighbours, their group, their memory [n] and who owns which elements of it."""
+        return [
+            (
+                self._backend.group(ranks),
+                values,
+                [share for tensor in own for share in tensor.shares(own[0].whole.offset)],
+            )
+            for ranks, own in neighbours(tensors)
+            for values in runs_of([stored[tensor.whole.key] for tensor in own])
+        ]
 
-    def gather(
-        self,
-        tensors: Sequence[ShardedTensor],
-        trained: Mapping[str, Stored],
-        masters: Mapping[str, Stored] | None,
-        group: Group,
-    ) -> Operation:
-        shares = [share for tensor in tensors for share in tensor.shares(tensors[0].whole.offset)]
-        (values,) = runs_of([trained[tensor.whole.key] for tensor in tensors])
+    def scatter_sum(self, tensors: Sharded, gradients: Tensors) -> Operation:
+        shared = self._shared(tensors, gradients)
+
+        def run() -> None:
+            for group, values, shares in shared:
+                group.sum_shares(values, shares)
+
+        return run
+
+    def gather(self, tensors: Sharded, trained: Tensors, masters: Tensors | None) -> Operation:
+        shared = self._shared(tensors, trained)
         rounded = [
-            (whole[start:stop], share[at : at + stop - start])
-            for tensor in (tensors if masters is not None else ())
-            for whole in [array_of(trained[tensor.whole.key])]
-            for share in [array_of((masters or {})[tensor.whole.key])]
+            (
+                array_of(trained[tensor.whole.key])[start:stop],
+                array_of(masters[tensor.whole.key])[at : at + stop - start],
+            )
+            for tensor in tensors
             for start, stop, at in tensor.own_rows()
+            if masters is not None
         ]
 
         def run() -> None:
             for whole, share in rounded:
                 whole[...] = share
-            group.gather_shares(values, shares)
+            for group, values, shares in shared:
+                group.gather_shares(values, shares)
 
         return run
 
@@ -114,9 +130,7 @@ class HostArithmetic(Arithmetic):
 
         return run
 
-    def adamw(
-        self, tensors: Sequence[Updated], settings: AdamWSettings
-    ) -> Callable[[int, float, float], None]:
+    def adamw(self, tensors: Sequence[Updated], settings: AdamWSettings) -> Step:
         """Weights and gradients of a device travel: half as much as moments, which stay on the host, would."""
         spans = list(_spans(tensors))
         is_sharded = any(one.sharded for one in tensors)
@@ -161,24 +175,18 @@ class HostArithmetic(Arithmetic):
 
 def _spans(tensors: Sequence[Updated]) -> Iterator[tuple[bool, list[Span]]]:
     """Yields whether weights decay, and what is theirs in the four pools: neighbours together, or a share's rows."""
-    joined: list[tuple[bool, list[Span]]] = []
-    for one in tensors:
-        if one.sharded is not None:
-            size = one.sharded.row_size
+    for decays, own in groupby(tensors, lambda one: one.decays):
+        first, *others = own
+        if first.sharded is None:
+            size = sum(one.gradient.size for one in (first, *others))
+            yield decays, [(tensor.offset, size) for tensor in first.tensors]
+            continue
+        for one in (first, *others):
+            assert one.sharded is not None
+            width, whole = one.sharded.row_size, one.gradient.shape
             for start, stop, at in one.sharded.own_rows():
                 begins = [
-                    tensor.offset + size * (start if tensor.shape == one.gradient.shape else at)
+                    tensor.offset + width * (start if tensor.shape == whole else at)
                     for tensor in one.tensors
                 ]
-                yield one.decays, [(begin, (stop - start) * size) for begin in begins]
-            continue
-        own = [(tensor.offset, tensor.size) for tensor in one.tensors]
-        if joined and joined[-1][0] == one.decays and _ends(joined[-1][1]) == [b for b, _ in own]:
-            before = joined.pop()[1]
-            own = [(b, n + m) for (b, n), (_, m) in zip(before, own, strict=True)]
-        joined.append((one.decays, own))
-    yield from joined
-
-
-def _ends(spans: Sequence[Span]) -> list[int]:
-    return [start + size for start, size in spans]
+                yield decays, [(begin, (stop - start) * width) for begin in begins]
