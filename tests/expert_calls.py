@@ -9,8 +9,8 @@ from kernel_calls import KernelCall, filled, floats, one, size
 
 from mindgrpo.backend.dtypes import numpy_dtype
 from mindgrpo.backend.kernels.native.library import has_bfloat16
-from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
 from mindgrpo.backend.kernels.shapes import Routing
+from mindgrpo.doctor.probes.numpy_kernels import NumpyKernels
 
 
 def routed(rng: np.random.Generator) -> tuple[np.ndarray, int]:

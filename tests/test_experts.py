@@ -16,10 +16,10 @@ from mindgrpo.backend.cpu.backend import CpuBackend
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import has_bfloat16, library_path
-from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
 from mindgrpo.backend.kernels.shapes import Routing
 from mindgrpo.doctor.probes.kernel_cases import SMALL, Case, cases
 from mindgrpo.doctor.probes.kernels import Fused, compare, results
+from mindgrpo.doctor.probes.numpy_kernels import NumpyKernels
 
 METHODS = ("router", "choose_experts", "sort_slots", "take_rows", "expert_mlp", "expert_matmul")
 METHODS += ("weighted_sum",)

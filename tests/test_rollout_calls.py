@@ -19,7 +19,6 @@ from numpy.random import Generator, default_rng
 
 from mindgrpo.backend.kernels.native.library import call_kernel, library_path
 from mindgrpo.backend.kernels.native.rollout import RolloutTable, Slots
-from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
 from mindgrpo.backend.kernels.rollout import (
     GenerationBatch,
     KVCacheLayout,
@@ -31,6 +30,7 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.shapes import Heads, Routing, SamplingParams, Vocabulary
+from mindgrpo.doctor.probes.numpy_kernels import NumpyKernels
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.noise import ROLLOUT, sample_keys
 

@@ -16,8 +16,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
-from mindgrpo.backend.kernels.numpy_kernels import NumpyKernels
 from mindgrpo.backend.kernels.shapes import NEVER, AdamWNumbers, Heads, Routing, Vocabulary
+from mindgrpo.doctor.probes.numpy_kernels import NumpyKernels
 
 COUNT, PROMPT, SEGMENTS = 1 << 16, 6, 256
 # Those of rollout/noise.py and weights/checksum.py, or like them.
