@@ -107,7 +107,7 @@ def test_all_that_has_to_change_is_told_at_once(
 ) -> None:
     """Of a configuration of MindRLHF's for another model, and for devices that are not here."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(targets, "_has_ascend", lambda: False)
+    monkeypatch.setattr(targets, "device_files", lambda: [])
     shapes = "model_configs/qwen_grpo/qwen2_5_7b/finetune_qwen2_5_7b.yaml"
 
     def lines(*words: str) -> list[str]:

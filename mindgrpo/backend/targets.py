@@ -66,7 +66,7 @@ class Target:
     @property
     def may_fork(self) -> bool:
         """Returns whether ranks may be forked from a process with their imports: not where a driver is loaded."""
-        return self.device == "CPU" and not _has_ascend()
+        return self.device == "CPU" and not device_files()
 
     def __str__(self) -> str:
         return f"{self.device}, {self.backend.replace('_', ' ')}"
@@ -80,7 +80,7 @@ def choose_target(device_target: str | None, backend: str | None) -> Target:
 
     Without a device, the one that is available: Ascend where the host has one.
     """
-    device = device_target or ("Ascend" if _has_ascend() else "CPU")
+    device = device_target or ("Ascend" if device_files() else "CPU")
     matches = [name for name in DEVICES if name.lower() == device.lower()]
     if not matches:
         raise UserError(
@@ -111,14 +111,14 @@ def check_hosts(target: Target, environment: Mapping[str, str], world_size: int)
         )
 
 
-def _has_ascend() -> bool:
-    """Returns whether the host's driver shows an Ascend device."""
-    return any(DEVICE_FILES.glob("davinci[0-9]*"))
+def device_files() -> list[Path]:
+    """Lists /dev/davinci0 and so on, by which the host's driver shows Ascend devices."""
+    return sorted(path for path in DEVICE_FILES.glob("davinci*") if path.name[7:].isdecimal())
 
 
 def rank_variables() -> dict[str, str]:
     """Returns the environment variables that ranks of this host get for its devices; a user's own values win."""
-    return dict(HCCL_SECONDS) if _has_ascend() else {}
+    return dict(HCCL_SECONDS) if device_files() else {}
 
 
 def log_variables(folder: Path) -> dict[str, str]:
@@ -128,7 +128,7 @@ def log_variables(folder: Path) -> dict[str, str]:
 
 def device_state(environment: Mapping[str, str]) -> tuple[str, str]:
     """Names what runs compute on here without a `context.device_target`, and the remedy where they cannot; else ""."""
-    if not _has_ascend():
+    if not device_files():
         return "runs compute on the CPU: no Ascend device (/dev/davinci*) is here", ""
     if not any(environment.get(name) for name in CANN_FOLDERS):
         what = f"there is an Ascend device, but none of {', '.join(CANN_FOLDERS)} is set"
@@ -140,7 +140,7 @@ def check_device(target: Target, environment: Mapping[str, str]) -> None:
     """Raises UserError where this host lacks what `target` computes on."""
     if target.device != "Ascend":
         return
-    if _has_ascend():
+    if device_files():
         what, remedy = device_state(environment)
     else:
         what = "no Ascend device (/dev/davinci*) is on this host"

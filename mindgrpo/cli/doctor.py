@@ -68,22 +68,17 @@ def _options(argv: Sequence[str]) -> Namespace:
             if getattr(options, name) is not None:
                 raise UserError(f"--{name} has no effect without --device; add it.")
         return options
-    options.only = _rungs(options.only)
+    names = tuple(RUNGS) if options.only is None else options.only.split(",")
+    unknown = [name for name in names if name not in RUNGS]
+    if unknown:
+        raise UserError(f"--only names '{unknown[0]}', but must be of {', '.join(RUNGS)}.")
+    options.only = [name for name in RUNGS if name in names]  # in the order of the ladder
     ranks = options.ranks
     if ranks is not None and not (ranks.isdecimal() and int(ranks[:6]) in POSITIVE):
         raise UserError(f"--ranks {ranks} is not a positive whole number.")
     options.output = options.output or Path(OUTPUT)
     check_output(options.output)
     return options
-
-
-def _rungs(only: str | None) -> tuple[str, ...]:
-    """Returns the rungs in the order of the ladder."""
-    names = tuple(RUNGS) if only is None else tuple(only.split(","))
-    unknown = [name for name in names if name not in RUNGS]
-    if unknown:
-        raise UserError(f"--only names '{unknown[0]}', but must be of {', '.join(RUNGS)}.")
-    return tuple(name for name in RUNGS if name in names)
 
 
 def _examine(options: Namespace, argv: Sequence[str]) -> int:

@@ -35,7 +35,7 @@ def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None, start: Start |
     if ranks_here is not None and plan.config.context.target.keeps_weights_on_host:
         checks.append(memory(plan, ranks_here))
     for finding in checks:
-        _refuse(finding)
+        refuse(finding)
     for finding in checks:
         if finding.level == "warn":
             print(f"mindgrpo: warning: {finding.what}: {finding.remedy}", file=sys.stderr)
@@ -56,12 +56,8 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
     return Finding("warn" if needed > host.available else "ok", what, remedy)
 
 
-def refuse_small_disk(plan: RunPlan, start: Start | None) -> None:
-    """Raises UserError where the run would fill the disk that it writes to."""
-    _refuse(disk(plan, start))
-
-
-def _refuse(finding: Finding) -> None:
+def refuse(finding: Finding) -> None:
+    """Raises UserError for an error."""
     if finding.level == "error":
         raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
 

@@ -43,8 +43,6 @@ NEEDED = {
     "numpy": ((1,), (2,), "numpy<2"),  # mindspore is built against numpy 1
     "transformers": ((4, 52), (6,), "transformers==4.57.1"),  # renders chat templates
 }
-# An independent reference model: package and version.
-ORACLE, TESTED_ORACLE = "mindformers", "1.9.0"
 # Variables of the environment that a run reads.
 COUNTS = ("OMP_NUM_THREADS", "MINDGRPO_STOP_SECONDS", "MALLOC_MMAP_THRESHOLD_", "MS_NODE_TIMEOUT")
 SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
@@ -69,7 +67,6 @@ def findings() -> list[Finding]:
         *needs(),
         _device(os.environ),
         _kernels(),
-        _oracle(),
         _engine(os.environ),
         _launcher(),
         _port(os.environ.get("MINDGRPO_PORT")),
@@ -79,13 +76,16 @@ def findings() -> list[Finding]:
 
 def needs() -> list[Finding]:
     """Looks at what every run needs, whatever its plan, as its preflight does, too."""
-    versions = [_python(), *(_package(name, *versions) for name, versions in NEEDED.items())]
+    version = ".".join(map(str, sys.version_info[:3]))
+    level: Level = "ok" if (3, 10) <= sys.version_info[:2] < (3, 13) else "error"
+    python = Finding(level, f"Python {version}", "use Python 3.10, 3.11 or 3.12")
     wrong = wrong_variables(os.environ)
     remedy = "correct or unset it in the environment"
     variables = [Finding("error", what, remedy) for what in wrong]
     if not wrong:
         variables = [Finding("ok", "the environment's variables can be used")]
-    return [*versions, _meeting_folder(), *variables]
+    packages = [_package(name, *versions) for name, versions in NEEDED.items()]
+    return [python, *packages, _meeting_folder(), *variables]
 
 
 def installed_version(package: str) -> str | None:
@@ -98,12 +98,6 @@ def installed_version(package: str) -> str | None:
 def release(version: str) -> Numbers:
     """Returns the first two numbers: 8.5 of 8.5.0, 8.3 of 8.3.RC2."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def _python() -> Finding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    works = (3, 10) <= sys.version_info[:2] < (3, 13)
-    return Finding("ok" if works else "error", f"Python {version}", "use Python 3.10, 3.11 or 3.12")
 
 
 def _package(name: str, first: Numbers, end: Numbers, install: str) -> Finding:
@@ -152,21 +146,6 @@ def _kernels() -> Finding:
     except native_library.Unavailable as why:
         # Steps are right without, and take several times as long.
         return Finding("warn", f"{why.what}: steps will be slow", why.remedy)
-
-
-def _oracle() -> Finding:
-    # The same module may come from a distribution of another name (one build a device).
-    distribution = metadata.packages_distributions().get(ORACLE, [ORACLE])[0]
-    version, optional = (
-        installed_version(distribution),
-        "(optional: an independent reference model)",
-    )
-    if version is None:
-        return Finding("ok", f"{ORACLE} is not installed {optional}")
-    if version.split("+")[0] != TESTED_ORACLE:
-        what = f"{ORACLE} {version}, tested is {TESTED_ORACLE} {optional}"
-        return Finding("warn", what, f"pip install {distribution}=={TESTED_ORACLE}")
-    return Finding("ok", f"{ORACLE} {version} {optional}")
 
 
 def _engine(environment: Mapping[str, str]) -> Finding:

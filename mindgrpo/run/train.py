@@ -32,7 +32,7 @@ from mindgrpo.rollout.environment import environment_weight
 from mindgrpo.rollout.turns import make_conversations
 from mindgrpo.run.checkpoints import RunCheckpoints
 from mindgrpo.run.guards import NanGuard, RewardGuard
-from mindgrpo.run.host_limits import has_room_for_model, refuse_small_disk
+from mindgrpo.run.host_limits import disk, has_room_for_model, refuse
 from mindgrpo.run.model_export import ModelExport
 from mindgrpo.run.named_sources import with_paths_of_ranks
 from mindgrpo.run.preflight import Reward, prepare, prepare_supervised
@@ -92,7 +92,7 @@ class TrainingLoop:
         num_steps = plan.num_steps(len(inputs.prompts))
         num_updates = num_steps * plan.batch.updates_per_step
         changes = on_first_rank(backend, lambda: changes_since(start, config, inputs))
-        on_first_rank(backend, lambda: refuse_small_disk(plan, start))
+        on_first_rank(backend, lambda: refuse(disk(plan, start)))
         self.record = record = RunRecord(loaded, self._name, backend, launched, start)
         self.stopping = Stopping(backend, launched, rl.max_seconds)
         self.watch = watch = Watch(config, backend, record, self.stopping)

@@ -126,11 +126,6 @@ def version_of(path: Path) -> str | None:
         return None
 
 
-def device_files(folder: Path) -> list[Path]:
-    """Lists /dev/davinci0 and so on."""
-    return sorted(path for path in folder.glob("davinci[0-9]*") if path.name[7:].isdecimal())
-
-
 @dataclass(frozen=True)
 class HostState:
     """Holds what was seen of this host; `trouble` says why there is no `table`."""
@@ -150,11 +145,6 @@ class HostState:
         return None if named is None else Path(named)
 
     @property
-    def has_device(self) -> bool:
-        """Says whether anything here indicates an NPU."""
-        return self.trouble != MISSING or bool(device_files(targets.DEVICE_FILES) or self.home)
-
-    @property
     def visible(self) -> list[str]:
         """Lists the devices that the environment makes visible, as it names them; empty for all."""
         words = self.environment.get(targets.VISIBLE_DEVICES, "").split(",")
@@ -163,7 +153,7 @@ class HostState:
     @property
     def num_devices(self) -> int:
         """Counts the devices that a process of this host can use, as far as files and variables say."""
-        files = len(device_files(targets.DEVICE_FILES))
+        files = len(targets.device_files())
         return min(files, len(self.visible)) if self.visible else files
 
     @property
@@ -229,8 +219,7 @@ def _driver(check: str, host: HostState) -> CheckLine:
 
 
 def _files(check: str, host: HostState) -> CheckLine:
-    folder = targets.DEVICE_FILES
-    files = device_files(folder)
+    folder, files = targets.DEVICE_FILES, targets.device_files()
     if not files:
         return fails(
             check,
@@ -335,7 +324,7 @@ def device_lines(host: HostState, num_ranks: int) -> list[CheckLine]:
 def _looked(
     host: HostState, checks: Mapping[str, Callable[[str, HostState], CheckLine]]
 ) -> list[CheckLine]:
-    if not host.has_device:
+    if host.trouble == MISSING and not targets.device_files() and host.home is None:
         return [skipped(check, NO_DEVICE) for check in checks]
     return [look(check, host) for check, look in checks.items()]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,10 +63,6 @@ class Case:
     has_gradient: bool = False
     expected: Callable[..., Any] | None = None
 
-    def is_plain_of(self, kernels: Kernels) -> bool:
-        """Says whether `kernels` has no computation of its own for it."""
-        return getattr(type(kernels), self.method, 0) is getattr(Kernels, self.method, 0)
-
     def reference(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Computes the outputs with NumPy."""
         made = self.expected or self.make(NumpyKernels())
@@ -76,6 +73,21 @@ class Case:
 
 def _floats(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed + sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def _case(
+    method: str,
+    arguments: Sequence[Any],
+    inputs: Sequence[np.ndarray],
+    num_wide: int = 0,
+    has_gradient: bool = False,
+    name: str | None = None,
+) -> Case:
+    """Makes the case of what a method of the contract gives for `arguments`."""
+    name = name or method.replace("_", " ")
+    return Case(
+        name, method, lambda k: getattr(k, method)(*arguments), inputs, num_wide, has_gradient
+    )
 
 
 # -- primitives ---------------------------------------------------------------------------------------------------
@@ -91,28 +103,8 @@ def _updated(table: Any, rows: Any, values: Any) -> Any:
     return own
 
 
-def _segments(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    made = np.zeros((SEGMENTS, x.shape[1]), x.dtype)
-    np.add.at(made, rows, x)
-    return made
-
-
-def _shifted(x: np.ndarray) -> tuple[np.ndarray, ...]:
-    return tuple((x.view(np.uint32) >> np.uint32(shift)).view(np.int32) for shift in SHIFTS)
-
-
-UNARY: dict[str, Callable[[Any], Any]] = {
-    **{name: getattr(np, name) for name in ("exp", "log", "sqrt", "tanh")},
-    "rsqrt": lambda a: a**-0.5,
-    "sigmoid": lambda a: 1 / (1 + np.exp(-a)),
-}
-
-
 def _primitives(sizes: Sizes) -> list[Case]:
-    """Lists what graphs are made of beside the contract's methods: tests/test_census.py counts it.
-
-    What MindSpore's tensors and NumPy's arrays say alike is there once.
-    """
+    """Lists what graphs are made of beside the contract's methods: tests/test_census.py counts it."""
     rng = np.random.default_rng(0)
     n, third = sizes.rows * sizes.length, sizes.hidden // 3
     x, y, z = (_floats(n, sizes.hidden, seed=i) for i in range(3))
@@ -122,19 +114,23 @@ def _primitives(sizes: Sizes) -> list[Case]:
     segments = (np.arange(n) % SEGMENTS).astype(np.int32)
     chosen = np.argsort(logits, 1)[:, :8].astype(np.int32)
     batches = [own.reshape(2, n // 2, -1)[:, :32] for own in (x, y)]
-    alike: dict[str, tuple[Any, list[np.ndarray]]] = {
-        "arithmetic": (lambda a, b, c: (a + b, a - b * c, -a / c), [x, y, positive]),
-        "broadcast": (lambda a, b: a * b + b, [x, _floats(sizes.hidden)]),
-        "reductions": (lambda a: (a.sum(1), a.mean(1), a.max(axis=1)), [x]),
-        "column of the largest": (lambda a: a.argmax(1), [logits]),
-        "transpose": (lambda a: a.reshape(n, 4, -1).transpose(1, 0, 2), [x]),
-        "comparisons": (lambda a, b: tuple(own * 1 for own in (a < b, a >= b, a == b)), [x, y]),
-        "scatter": (_updated, [x, rows, z[: len(rows)]]),
-        "int32 products": (lambda a, b: (a * b, *(a * f for f in SIGNED)), [bits, more]),
-        "bits": (lambda a, b: (a & b, a | b, a ^ b), [bits, more]),
-    }
-    other: dict[str, tuple[Any, Any, list[np.ndarray]]] = {
-        **{name: (getattr(ops, name), own, [positive]) for name, own in UNARY.items()},
+    # By name: of tensors, of arrays (None: both say it alike), inputs.
+    computations: dict[str, tuple[Any, Any, list[np.ndarray]]] = {
+        "arithmetic": (lambda a, b, c: (a + b, a - b * c, -a / c), None, [x, y, positive]),
+        "broadcast": (lambda a, b: a * b + b, None, [x, _floats(sizes.hidden)]),
+        "reductions": (lambda a: (a.sum(1), a.mean(1), a.max(axis=1)), None, [x]),
+        "column of the largest": (lambda a: a.argmax(1), None, [logits]),
+        "transpose": (lambda a: a.reshape(n, 4, -1).transpose(1, 0, 2), None, [x]),
+        "comparisons": (lambda a, b: tuple(o * 1 for o in (a < b, a >= b, a == b)), None, [x, y]),
+        "scatter": (_updated, None, [x, rows, z[: len(rows)]]),
+        "int32 products": (lambda a, b: (a * b, *(a * f for f in SIGNED)), None, [bits, more]),
+        "bits": (lambda a, b: (a & b, a | b, a ^ b), None, [bits, more]),
+        **{
+            name: (getattr(ops, name), getattr(np, name), [positive])
+            for name in ("exp", "log", "sqrt", "tanh")
+        },
+        "rsqrt": (ops.rsqrt, lambda a: a**-0.5, [positive]),
+        "sigmoid": (ops.sigmoid, lambda a: 1 / (1 + np.exp(-a)), [positive]),
         "maximum": (ops.maximum, np.maximum, [x, y]),
         "choice": (lambda a, b: ops.Select()(a < b, a, b), np.minimum, [x, y]),
         "product in batches": (
@@ -155,20 +151,19 @@ def _primitives(sizes: Sizes) -> list[Case]:
         ),
         "sums of segments": (
             lambda a, i: ops.unsorted_segment_sum(a, i, SEGMENTS),
-            _segments,
+            lambda a, i: np.equal.outer(np.arange(SEGMENTS), i) @ a,
             [x, segments],
         ),
         "int32 sums": (lambda a: a.sum(), lambda a: a.sum(dtype=np.int64), [bits]),
         "right shifts": (
             lambda a: tuple(right_shift(a, shift) for shift in SHIFTS),
-            _shifted,
+            lambda a: tuple((a.view("u4") >> np.uint32(shift)).view("i4") for shift in SHIFTS),
             [bits],
         ),
     }
-    both = {name: (call, call, inputs) for name, (call, inputs) in alike.items()} | other
     return [
-        Case(name, "", lambda _, call=call: call, inputs, 2, expected=own)  # type: ignore[misc]
-        for name, (call, own, inputs) in both.items()
+        Case(name, "", lambda _, call=call: call, inputs, 2, expected=own or call)  # type: ignore[misc]
+        for name, (call, own, inputs) in computations.items()
     ]
 
 
@@ -186,26 +181,6 @@ class _Product(nn.Cell):
 # -- attention ----------------------------------------------------------------------------------------------------
 
 
-class AttentionOfRows(nn.Cell):
-    """Computes attention over packed rows, rope and mask made from positions and spans.
-
-    With `is_causal` each row is one run.
-    """
-
-    def __init__(
-        self, kernels: Kernels, heads: Heads, rotary: np.ndarray, is_causal: bool = False
-    ) -> None:
-        super().__init__()
-        self.rope_and_mask = kernels.rope_and_mask(rotary, is_causal)
-        self.attention = kernels.attention(heads, rotary, is_causal)
-
-    def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
-    ) -> Any:
-        one, other = self.rope_and_mask(positions, spans)
-        return self.attention(qkv, bias, q_norm, k_norm, one, other)
-
-
 class _Twice(nn.Cell):
     """What a gather over two ranks gives if both have the same."""
 
@@ -213,13 +188,28 @@ class _Twice(nn.Cell):
         return ops.concat((x, x))
 
 
-class AttentionOfSharedRows(nn.Cell):
-    """Computes attention over rows of which the first of two ranks has the same tokens as this, the second."""
+class AttentionOfRows(nn.Cell):
+    """Computes attention over packed rows, rope and mask made from positions and spans.
 
-    def __init__(self, kernels: Kernels, heads: Heads, rotary: np.ndarray) -> None:
+    With `is_causal` each row is one run. With `is_shared` the first of two ranks has the same tokens as this, the
+    second, and `columns` say where.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        heads: Heads,
+        rotary: np.ndarray,
+        is_causal: bool = False,
+        is_shared: bool = False,
+    ) -> None:
         super().__init__()
-        self.inputs = kernels.context_inputs(rotary, 1)
-        self.attention = kernels.context_attention(heads, rotary, 1, _Twice(), nn.Identity())
+        if is_shared:
+            self.inputs = kernels.context_inputs(rotary, 1)
+            self.attention = kernels.context_attention(heads, rotary, 1, _Twice(), nn.Identity())
+        else:
+            self.inputs = kernels.rope_and_mask(rotary, is_causal)
+            self.attention = kernels.attention(heads, rotary, is_causal)
 
     def construct(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, *rows: Any) -> Any:
         return self.attention(qkv, bias, q_norm, k_norm, *self.inputs(*rows))
@@ -277,10 +267,7 @@ def _packed(name: str, sizes: Sizes, is_causal: bool = False, **others: Any) -> 
         positions += np.arange(sizes.length, dtype=np.int32)
     rotary = _rotary(heads, sizes.length)
     inputs = [*_qkv(heads, positions.size), positions, spans]
-
-    def make(kernels: Kernels) -> nn.Cell:
-        return AttentionOfRows(kernels, heads, rotary, is_causal)
-
+    make = partial(AttentionOfRows, heads=heads, rotary=rotary, is_causal=is_causal)
     return Case(name, "attention", make, inputs, 1, True)
 
 
@@ -293,9 +280,7 @@ def _shared_rows(sizes: Sizes) -> Case:
     spans[:, half:] = (0, half, half)
     inputs = [*_qkv(heads, sizes.rows * half), positions, spans, columns]
     rotary = _rotary(heads, sizes.length)
-
-    def make(kernels: Kernels) -> nn.Cell:
-        return AttentionOfSharedRows(kernels, heads, rotary)
+    make = partial(AttentionOfRows, heads=heads, rotary=rotary, is_shared=True)
 
     def second_half(qkv: np.ndarray, *others: np.ndarray) -> np.ndarray:
         bias, q_norm, k_norm, positions, spans, _ = others
@@ -324,11 +309,13 @@ def _prefill(sizes: Sizes, dtype: Dtype) -> Case:
     count = sizes.slots * heads.kv * sizes.cache
     rows = np.random.default_rng(0).permutation(count)[: len(source)].astype(np.int32)
     inputs = [*_qkv(heads, 2 * prompt), causal[None, None], angles, source, rows]
-
-    def make(kernels: Kernels) -> nn.Cell:
-        return kernels.prefill_attention(heads, *_caches(heads, count, dtype))
-
-    return Case("attention of prompts", "prefill_attention", make, inputs, 1)
+    return Case(
+        "attention of prompts",
+        "prefill_attention",
+        lambda kernels: kernels.prefill_attention(heads, *_caches(heads, count, dtype)),
+        inputs,
+        1,
+    )
 
 
 def _cached(name: str, sizes: Sizes, dtype: Dtype, is_shared: bool, **others: Any) -> Case:
@@ -349,11 +336,13 @@ def _cached(name: str, sizes: Sizes, dtype: Dtype, is_shared: bool, **others: An
     places = pages[np.arange(rows), column // page] * page + column % page
     inputs = [*_qkv(heads, slots), np.repeat(mask[:, None], heads.kv, 0)]
     inputs += [_rotary(heads, length)[at][:, None], places.astype(np.int32), pages]
-
-    def make(kernels: Kernels) -> nn.Cell:
-        return AttentionToCache(kernels, heads, *_caches(heads, count * page, dtype))
-
-    return Case(name, "cached_attention", make, inputs, 1)
+    return Case(
+        name,
+        "cached_attention",
+        lambda kernels: AttentionToCache(kernels, heads, *_caches(heads, count * page, dtype)),
+        inputs,
+        1,
+    )
 
 
 # -- experts ------------------------------------------------------------------------------------------------------
@@ -380,24 +369,16 @@ def _experts(sizes: Sizes) -> list[Case]:
     grouped = Routing(8, 2, is_sigmoid=True, groups=4, groups_taken=2, has_bias=True)
     # Scores that the sigmoid keeps apart, and no two sums of which are alike.
     in_groups = [levels / 4 - 1, choice[1], np.sqrt(np.arange(8, dtype=np.float32)) / 8]
-    method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
-        "router": (lambda k: k.router(routing), [x, router, topk_ids], 1, True),
-        "choose_experts": (lambda k: k.choose_experts(routing), choice, 1, False),
-        "sort_slots": (lambda k: k.sort_slots(routing), [topk_ids], 0, False),
-        "take_rows": (lambda k: k.take_rows(), [x, order, home], 1, True),
-        "expert_mlp": (lambda k: k.expert_mlp("silu"), [rows, counts, *weights], 3, True),
-        "expert_matmul": (lambda k: k.expert_matmul(), [used, weights[0], counts], 2, True),
-        "weighted_sum": (lambda k: k.weighted_sum(), [y, scores, order, home], 1, True),
-    }
-    made = [Case(name.replace("_", " "), name, *row) for name, row in method.items()]
-    best = Case(
-        "choose experts of groups",
-        "choose_experts",
-        lambda k: k.choose_experts(grouped),
-        in_groups,
-        1,
-    )
-    return [*made, best]
+    return [
+        _case("router", (routing,), [x, router, topk_ids], 1, True),
+        _case("choose_experts", (routing,), choice, 1),
+        _case("sort_slots", (routing,), [topk_ids]),
+        _case("take_rows", (), [x, order, home], 1, True),
+        _case("expert_mlp", ("silu",), [rows, counts, *weights], 3, True),
+        _case("expert_matmul", (), [used, weights[0], counts], 2, True),
+        _case("weighted_sum", (), [y, scores, order, home], 1, True),
+        _case("choose_experts", (grouped,), in_groups, 1, name="choose experts of groups"),
+    ]
 
 
 # -- the optimizer ------------------------------------------------------------------------------------------------
@@ -460,31 +441,26 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
     stats = np.abs(_floats(sizes.picks, 16)) + 1.0
     # No two alike.
     levels = rng.permuted(np.tile(np.arange(sizes.vocabulary), (sizes.slots, 1)), axis=1)
-    to_linear = linear + numbers
-    # By method: what makes it, inputs, how many of them are wide, and whether it has a gradient.
-    method: dict[str, tuple[Callable[[Kernels], Any], list[np.ndarray], int, bool]] = {
-        "matmul": (lambda k: _Product(k.matmul()), [x, matrix], 2, True),
-        "add_matmul": (lambda k: k.add_matmul(), [_floats(inner), x, matrix], 3, False),
-        "matmul_back": (lambda k: k.matmul_back(), [_floats(tokens, inner), matrix], 2, False),
-        "matmul_gradient": (lambda k: k.matmul_gradient(), [x, added], 2, False),
-        "rms_norm": (lambda k: k.rms_norm(1e-6), [x, weight], 1, True),
-        "add_rms_norm": (lambda k: k.add_rms_norm(1e-6), [x, added, weight], 2, True),
-        "glu": (lambda k: k.glu("silu"), [_floats(tokens, 2 * inner)], 1, True),
-        "embedding": (lambda k: k.embedding(100), [ids, table], 1, True),
-        "exact_embedding": (lambda k: k.exact_embedding(100), [ids, table], 1, True),
-        "pick": (lambda k: k.pick(), [picks, x], 1, True),
-        "squares": (lambda k: k.squares(), [x], 0, False),
-        "largest": (lambda k: k.largest(20), [levels.astype(np.float32)], 0, False),
-        "log_prob_stats": (lambda k: k.log_prob_stats(own), [logits, labels], 1, False),
-        "log_probs_of_stats": (lambda k: k.log_probs_of_stats(), [stats], 0, False),
-        "log_prob_grad": (lambda k: k.log_prob_grad(own), [logits, labels, *numbers], 1, False),
-        "linear_log_prob_stats": (lambda k: k.linear_log_prob_stats(own, n), linear, 2, False),
-        "linear_log_prob_grad": (lambda k: k.linear_log_prob_grad(own, n), to_linear, 2, False),
-    }
     return [
         *_primitives(sizes),
-        *(Case(name.replace("_", " "), name, *row) for name, row in method.items()),
-        Case("gelu", "glu", lambda k: k.glu("gelu_tanh"), [x], 1, True),
+        Case("matmul", "matmul", lambda k: _Product(k.matmul()), [x, matrix], 2, True),
+        _case("add_matmul", (), [_floats(inner), x, matrix], 3),
+        _case("matmul_back", (), [_floats(tokens, inner), matrix], 2),
+        _case("matmul_gradient", (), [x, added], 2),
+        _case("rms_norm", (1e-6,), [x, weight], 1, True),
+        _case("add_rms_norm", (1e-6,), [x, added, weight], 2, True),
+        _case("glu", ("silu",), [_floats(tokens, 2 * inner)], 1, True),
+        _case("embedding", (100,), [ids, table], 1, True),
+        _case("exact_embedding", (100,), [ids, table], 1, True),
+        _case("pick", (), [picks, x], 1, True),
+        _case("squares", (), [x]),
+        _case("largest", (20,), [levels.astype(np.float32)]),
+        _case("log_prob_stats", (own,), [logits, labels], 1),
+        _case("log_probs_of_stats", (), [stats]),
+        _case("log_prob_grad", (own,), [logits, labels, *numbers], 1),
+        _case("linear_log_prob_stats", (own, n), linear, 2),
+        _case("linear_log_prob_grad", (own, n), linear + numbers, 2),
+        _case("glu", ("gelu_tanh",), [x], 1, True, "gelu"),
         _packed("packed attention, biases", sizes, has_bias=True),
         _packed("packed attention, norms", sizes, norm_eps=1e-6),
         _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),

@@ -46,6 +46,11 @@ class Fused:
     def is_plain(self) -> bool:
         return self.name == "plain"
 
+    def check_of(self, case: Case) -> tuple[str, list[str]]:
+        """Returns the check's name, and the kernels that a run has to do without if it fails."""
+        is_own = not self.is_plain and case.method in FUSED_KERNELS
+        return f"{self.name} {case.name}, {self.dtype}", [case.method] if is_own else []
+
 
 class _WithGradients(nn.Cell):
     """Computes (inputs, sensitivity) -> output, then the inputs' gradients, in one graph; one of each, or tuples."""
@@ -57,10 +62,8 @@ class _WithGradients(nn.Cell):
 
     def construct(self, *both: Any) -> Any:
         inputs, sens = both[: self.num_inputs], both[self.num_inputs :]
-        out = self.cell(*inputs)
-        if len(sens) == 1:
-            return out, self.gradient(self.cell)(*inputs, sens[0])
-        return out, self.gradient(self.cell)(*inputs, sens)
+        sens = sens[0] if len(sens) == 1 else sens
+        return self.cell(*inputs), self.gradient(self.cell)(*inputs, sens)
 
 
 def _is_float(array: np.ndarray) -> bool:
@@ -138,8 +141,9 @@ def _by_quotient(
 
 def compare(case: Case, fused: Fused) -> CheckLine:
     """Compares a kernel with NumPy. Raises what it raises."""
-    check, kernels, dtype = name_of(case, fused), fused.make(), fused.dtype
-    if not fused.is_plain and case.is_plain_of(kernels):
+    (check, without), kernels, dtype = fused.check_of(case), fused.make(), fused.dtype
+    is_inherited = getattr(type(kernels), case.method, 0) is getattr(Kernels, case.method, 0)
+    if not fused.is_plain and is_inherited:
         return skipped(check, "there is none: plain operations compute it")
     inputs = _arrays(_tensors(case.inputs, dtype, case.num_wide))
     exact = [own.astype(np.float64) if _is_float(own) else own for own in inputs]
@@ -157,22 +161,11 @@ def compare(case: Case, fused: Fused) -> CheckLine:
     passes = "forward and backward" if case.has_gradient else "forward"
     seen = f"{passes}, {1e6 * seconds:.0f} us, differs by {worst:.1e} of the largest value, "
     seen += "NumPy's in every bit are wanted" if is_exact else f"allowed {limit:.0e}"
-    plain_kernels = _needed(case, fused)
-    figures = {"microseconds": round(1e6 * seconds, 1), "kernels": plain_kernels}
+    figures = {"microseconds": round(1e6 * seconds, 1), "kernels": without}
     if worst <= limit:
         return ok(check, seen, **figures)
-    remedy = EXACT_REMEDY if is_exact else FUSED_REMEDY if plain_kernels else REMEDY
+    remedy = EXACT_REMEDY if is_exact else FUSED_REMEDY if without else REMEDY
     return fails(check, seen, remedy, **figures)
-
-
-def _needed(case: Case, fused: Fused) -> list[str]:
-    """Lists the kernels that a run has to do without if the check fails."""
-    is_own = not fused.is_plain and case.method in FUSED_KERNELS
-    return [case.method] if is_own else []
-
-
-def name_of(case: Case, fused: Fused) -> str:
-    return f"{fused.name} {case.name}, {fused.dtype}"
 
 
 def kernels_of(rung: str, device: str) -> list[Fused]:
@@ -202,8 +195,8 @@ def kernel_lines(rung: str, target: Target, first: int, starts: Starts) -> Itera
         if case.method or fused.is_plain
     ]
     for case, fused in chosen[first:]:
-        name, own = name_of(case, fused), _needed(case, fused)
-        starts(name, kernels=own)
+        name, without = fused.check_of(case)
+        starts(name, kernels=without)
         if fused.name == "C" and native_library.library() is None:
             yield skipped(name, "it cannot be compiled here, and runs go without")
             continue
@@ -213,6 +206,6 @@ def kernel_lines(rung: str, target: Target, first: int, starts: Starts) -> Itera
             traceback.print_exception(error)
             words = next((row for row in str(error).splitlines() if row.strip("- ")), "")
             seen = f"{type(error).__name__}: {words.strip()[:300]}"
-            yield fails(name, seen, FUSED_REMEDY if own else REMEDY, kernels=own)
+            yield fails(name, seen, FUSED_REMEDY if without else REMEDY, kernels=without)
             raise SystemExit(1) from error
         yield line

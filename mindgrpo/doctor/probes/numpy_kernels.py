@@ -67,18 +67,25 @@ def _by_head(heads: Array, rows: int) -> Array:
     return heads.reshape(rows, -1, *heads.shape[1:]).transpose(0, 2, 1, 3)
 
 
+def _without_settings(function: Function) -> Any:
+    """Makes a method that gives the same function for all settings."""
+    return lambda self, *settings: function
+
+
 class NumpyKernels(Kernels):
     def matmul(self, transpose_b: bool = False, leaves: int = 1) -> Function:
         return lambda x, weight: x @ (weight.T if transpose_b else weight)
 
-    def add_matmul(self) -> Any:
-        return lambda bias, x, weight: x @ weight + bias
-
-    def matmul_back(self) -> Function:
-        return lambda dy, weight: dy @ weight.T
-
-    def matmul_gradient(self) -> Function:
-        return lambda x, dy: x.T @ dy
+    add_matmul = _without_settings(lambda bias, x, weight: x @ weight + bias)
+    matmul_back = _without_settings(lambda dy, weight: dy @ weight.T)
+    matmul_gradient = _without_settings(lambda x, dy: x.T @ dy)
+    pick = _without_settings(lambda picks, x: _rows(x, picks))
+    take_rows = _without_settings(lambda x, order, home: _rows(x, order // home.shape[1]))
+    weighted_sum = _without_settings(
+        lambda y, scores, order, home: (_rows(y, home) * scores[:, :, None]).sum(1)
+    )
+    cached_angles = _without_settings(lambda angles: angles)
+    squares = _without_settings(lambda x: (x * x).sum())
 
     def rms_norm(self, eps: float) -> Any:
         return lambda x, weight: _norm(x, weight, eps)
@@ -136,9 +143,6 @@ class NumpyKernels(Kernels):
 
         return sort
 
-    def take_rows(self) -> Any:
-        return lambda x, order, home: _rows(x, order // home.shape[1])
-
     def expert_mlp(self, activation: Activation) -> Any:
         glu = self.glu(activation)
 
@@ -159,16 +163,10 @@ class NumpyKernels(Kernels):
 
         return product
 
-    def weighted_sum(self) -> Any:
-        return lambda y, scores, order, home: (_rows(y, home) * scores[:, :, None]).sum(1)
-
     def embedding(self, first_token: int) -> Any:
         return lambda tokens, table: _rows(table, tokens - first_token)
 
     exact_embedding = embedding
-
-    def pick(self) -> Any:
-        return lambda picks, x: _rows(x, picks)
 
     def rope_and_mask(self, rotary: Array, is_causal: bool = False) -> Any:
         def rope_and_mask(positions: Array, spans: Array) -> tuple[Array, Array]:
@@ -196,9 +194,6 @@ class NumpyKernels(Kernels):
             return _mixed(heads, q, k, v, mask[0]).reshape(len(own[0]), -1)
 
         return attention
-
-    def cached_angles(self, heads: Heads) -> Any:
-        return lambda angles: angles
 
     def cached_attention(self, heads: Heads, keys: Any, values: Any) -> Any:
         def attention(*inputs: Array) -> Array:
@@ -235,9 +230,6 @@ class NumpyKernels(Kernels):
 
     def adamw_inputs(self, numbers: AdamWNumbers) -> Any:
         return numbers.count, numbers.lr
-
-    def squares(self) -> Any:
-        return lambda x: (x * x).sum()
 
     def log_prob_stats(self, vocabulary: Vocabulary) -> Any:
         def stats(logits: Array, labels: Array) -> Array:

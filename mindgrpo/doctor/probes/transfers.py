@@ -9,21 +9,21 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-import psutil
 from mindspore import Tensor, nn, ops
 
 from mindgrpo.backend.contract import Backend
-from mindgrpo.backend.dtypes import mindspore_dtype
+from mindgrpo.backend.dtypes import ITEM_BYTES, mindspore_dtype
 from mindgrpo.backend.targets import Target
 from mindgrpo.doctor.jobs import CheckLine, Starts, fails, ok, skipped
 from mindgrpo.models.decoder_config import DecoderConfig, decoder_config
 from mindgrpo.models.parameters import num_parameters, parameter_specs
+from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.weight_sync.execute import Resharder
@@ -42,9 +42,40 @@ REMEDY = (
 )
 HEAD_DIM, MAX_LAYERS = 64, 32
 SYNC_REMEDY = "see sums and links; the generator would draw by other weights than the trainer's"
-OFFLOAD, RELEASED = "offload to the host and back", "memory of weights that are released"
 OFFLOAD_REMEDY = "set context.max_device_memory so that nothing leaves the device; send the archive"
+# Whether this rank got what it should, what was seen, and figures.
 Seen = tuple[bool, str, dict[str, Any]]
+
+
+def _timed(backend: Backend, run: Callable[[], object], calls: int = 1) -> float:
+    """Measures the seconds of a call on the slowest rank: all begin together."""
+    backend.synchronize()
+    backend.world.barrier()
+    started = time.perf_counter()
+    for _ in range(calls):
+        run()
+    backend.synchronize()
+    return max(backend.world.gather_objects(time.perf_counter() - started)) / calls
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    return f"{num_bytes / MIB:.1f} MiB in {seconds:.4f} s ({num_bytes / seconds / 1e9:.2f} GB/s)"
+
+
+def _rates(**rates: float) -> dict[str, Any]:
+    return {"roofline": {key: float(f"{value:.4g}") for key, value in rates.items()}}
+
+
+def _line(check: str, seen: Seen, remedy: str, backend: Backend) -> CheckLine:
+    """Says which ranks did not get what they should. All ranks make the same line."""
+    is_right, words, figures = seen
+    wrong = [rank for rank, own in enumerate(backend.world.gather_objects(is_right)) if not own]
+    if wrong:
+        return fails(check, f"{words}; not on ranks {wrong}", remedy, **figures)
+    return ok(check, words, **figures)
+
+
+# -- between ranks ------------------------------------------------------------------------------------------------
 
 
 def whole_numbers(backend: Backend, rank: int) -> np.ndarray:
@@ -57,7 +88,7 @@ def _sums(backend: Backend) -> Seen:
     everyone = [whole_numbers(backend, rank) for rank in ranks]
     own = Tensor(everyone[backend.rank], mindspore_dtype(backend.compute_dtype))
     total = graph(own).asnumpy().astype("f4")
-    seconds = _timed(backend, lambda: [graph(own) for _ in range(CALLS)]) / CALLS
+    seconds = _timed(backend, lambda: graph(own), CALLS)
     figures = _rates(collective_us=1e6 * seconds)
     return np.array_equal(total, sum(everyone)), f"{COUNT} {backend.compute_dtype}", figures
 
@@ -112,17 +143,16 @@ TRANSFERS: dict[str, Callable[[Backend], Seen]] = {
 }
 
 
-def _rates(**rates: float) -> dict[str, Any]:
-    return {"roofline": {key: float(f"{value:.4g}") for key, value in rates.items()}}
-
-
 def communication_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[CheckLine]:
     """Checks every kind of transfer of a run with known values."""
     for name, check in TRANSFERS.items():
         starts(name)
-        is_right, seen, figures = check(backend)
-        seen = f"{seen}, {backend.world_size} ranks ({backend.name})"
-        yield _compared(name, seen, is_right, REMEDY, figures, backend)
+        is_right, words, figures = check(backend)
+        words += f", {backend.world_size} ranks ({backend.name})"
+        yield _line(name, (is_right, words, figures), REMEDY, backend)
+
+
+# -- of weights ---------------------------------------------------------------------------------------------------
 
 
 def model_of(num_ranks: int, num_bytes: int, itemsize: int) -> DecoderConfig:
@@ -138,26 +168,13 @@ def model_of(num_ranks: int, num_bytes: int, itemsize: int) -> DecoderConfig:
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
     }
-    one, two = (
-        num_parameters(decoder_config(shapes | {"num_hidden_layers": n}, "doctor")) for n in (1, 2)
-    )
+
+    def with_layers(count: int) -> DecoderConfig:
+        return decoder_config(shapes | {"num_hidden_layers": count}, "doctor")
+
+    one, two = (num_parameters(with_layers(count)) for count in (1, 2))
     wanted = 1 + (num_bytes / itemsize - one) / (two - one)
-    layers = max(1, min(MAX_LAYERS, round(wanted)))
-    return decoder_config(shapes | {"num_hidden_layers": layers}, "doctor")
-
-
-def _weights(model: DecoderConfig, mesh: Mesh, backend: Backend) -> Weights:
-    layout = Layout.of(mesh, parameter_specs(model))
-    return Weights(layout, backend.rank, backend, dtype=backend.compute_dtype)
-
-
-def _timed(backend: Backend, run: Callable[[], object]) -> float:
-    """Measures the seconds of the slowest rank: all begin together."""
-    backend.world.barrier()
-    started = time.perf_counter()
-    run()
-    backend.synchronize()
-    return max(backend.world.gather_objects(time.perf_counter() - started))
+    return with_layers(max(1, min(MAX_LAYERS, round(wanted))))
 
 
 def weight_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[CheckLine]:
@@ -166,36 +183,51 @@ def weight_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[C
     The model is large enough for a device's links, small enough for a test's.
     """
     num_bytes = (24 if target.keeps_weights_on_host else 1024) << 20
+    size = backend.world_size
+
+    def weights(mesh: Mesh, is_filled: bool = True) -> Weights:
+        layout = Layout.of(mesh, parameter_specs(model))
+        made = Weights(layout, backend.rank, backend, dtype=backend.compute_dtype)
+        fill_random(made, seed=0) if is_filled else made.pool.load()
+        return made
+
+    def sync() -> Seen:
+        other = weights(Mesh(size, 1), is_filled=False)
+        plan = plan_reshard(source.layout, other.layout, source.pool.itemsize)
+        resharder = Resharder(plan, source, other, backend)
+        resharder.run()
+        seconds = _timed(backend, resharder.run)
+        expected = weights(Mesh(size, 1))
+        same = host_sums(other) == host_sums(expected)
+        for made in (other, expected):
+            made.pool.release()
+        layouts = f"{source.layout.mesh} -> {other.layout.mesh}, {backend.compute_dtype}"
+        words = f"{layouts}: {_rate(plan.bytes_moved, seconds)} between ranks, same bits"
+        return same, words, {"bytes": plan.bytes_moved, "seconds": seconds}
+
     starts("weight sync")
-    model = model_of(backend.world_size, num_bytes, 2 if backend.compute_dtype != "float32" else 4)
-    source = _weights(model, Mesh(1, backend.world_size), backend)
-    fill_random(source, seed=0)
-    if backend.world_size == 1:
+    model = model_of(size, num_bytes, ITEM_BYTES[backend.compute_dtype])
+    source = weights(Mesh(1, size))
+    if size == 1:
         yield skipped("weight sync", "one rank has nothing to send; give --ranks 2 or more")
     else:
-        yield _synced(model, source, backend)
-    starts(OFFLOAD)
-    yield _offloaded(source, backend)
-    starts(RELEASED)
-    yield _released(source, backend, target)
+        yield _line("weight sync", sync(), SYNC_REMEDY, backend)
+    last = {
+        "offload to the host and back": _offloaded,
+        "memory of weights that are released": _released,
+    }
+    for name, check in last.items():
+        starts(name)
+        yield _line(name, check(source, backend, target), OFFLOAD_REMEDY, backend)
 
 
-def _synced(model: DecoderConfig, source: Weights, backend: Backend) -> CheckLine:
-    target = _weights(model, Mesh(backend.world_size, 1), backend)
-    target.pool.load()
-    plan = plan_reshard(source.layout, target.layout, source.pool.itemsize)
-    resharder = Resharder(plan, source, target, backend)
-    resharder.run()
-    seconds = _timed(backend, resharder.run)
-    expected = _weights(model, Mesh(backend.world_size, 1), backend)
-    fill_random(expected, seed=0)
-    same = host_sums(target) == host_sums(expected)
-    for weights in (target, expected):
-        weights.pool.release()
-    layouts = f"{source.layout.mesh} -> {target.layout.mesh}"
-    seen = f"{layouts}, {backend.compute_dtype}: {_rate(plan.bytes_moved, seconds)} between ranks, same bits"
-    figures = {"bytes": plan.bytes_moved, "seconds": seconds}
-    return _compared("weight sync", seen, same, SYNC_REMEDY, figures, backend)
+def _offloaded(weights: Weights, backend: Backend, target: Target) -> Seen:
+    before = host_sums(weights)
+    away = _timed(backend, weights.pool.offload)
+    back = _timed(backend, weights.pool.load)
+    same, each = host_sums(weights) == before, weights.num_bytes
+    words = f"a rank's {_rate(each, away)} away, {_rate(each, back)} back, same bits"
+    return same, words, _rates(host_copy_GB_per_s=each / max(away, back) / 1e9)
 
 
 class _First(nn.Cell):
@@ -209,48 +241,20 @@ class _First(nn.Cell):
         return self.parameter.reshape(-1)[:1].astype("float32") * factor
 
 
-def used_bytes(target: Target) -> int:
-    """Returns what MindSpore has allocated on the device; of processors, what this process has in memory."""
-    if target.device == "Ascend":
-        return int(ms.runtime.memory_allocated())
-    return int(psutil.Process().memory_info().rss)
-
-
-def _released(weights: Weights, backend: Backend, target: Target) -> CheckLine:
+def _released(weights: Weights, backend: Backend, target: Target) -> Seen:
     """Measures whether weights that a compiled graph refers to leave memory that can be used again."""
+    used = ms.runtime.memory_allocated if target.device == "Ascend" else process_rss
     largest = max(weights.parameters.values(), key=lambda own: own.size)
     backend.graph(_First(largest), "first")(Tensor([1.0], ms.float32)).asnumpy()
-    full = used_bytes(target)
+    full = used()
     weights.pool.release()
     backend.make_room()
-    left, wanted = used_bytes(target), weights.num_bytes
-    seen = f"{(full - left) / 2**20:.0f} of {wanted / 2**20:.0f} MiB came back"
-    figures, is_right = {"before": full, "after": left}, full - left >= 0.9 * wanted
-    return _compared(RELEASED, seen, is_right, OFFLOAD_REMEDY, figures, backend)
+    left, wanted = used(), weights.num_bytes
+    words = f"{(full - left) / MIB:.0f} of {wanted / MIB:.0f} MiB came back"
+    return full - left >= 0.9 * wanted, words, {"before": full, "after": left}
 
 
-def _offloaded(weights: Weights, backend: Backend) -> CheckLine:
-    before = host_sums(weights)
-    away = _timed(backend, weights.pool.offload)
-    back = _timed(backend, weights.pool.load)
-    same, each = host_sums(weights) == before, weights.num_bytes
-    seen = f"a rank's {_rate(each, away)} away, {_rate(each, back)} back, same bits"
-    figures = _rates(host_copy_GB_per_s=each / max(away, back) / 1e9)
-    return _compared(OFFLOAD, seen, same, OFFLOAD_REMEDY, figures, backend)
-
-
-def _compared(
-    check: str, seen: str, same: bool, remedy: str, figures: Mapping[str, Any], backend: Backend
-) -> CheckLine:
-    """Says which ranks did not get what they should; `same`: this one did. All ranks make the same line."""
-    wrong = [rank for rank, own in enumerate(backend.world.gather_objects(same)) if not own]
-    if wrong:
-        return fails(check, f"{seen}; not on ranks {wrong}", remedy, **figures)
-    return ok(check, seen, **figures)
-
-
-def _rate(num_bytes: int, seconds: float) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB in {seconds:.4f} s ({num_bytes / seconds / 1e9:.2f} GB/s)"
+# -- rates --------------------------------------------------------------------------------------------------------
 
 
 class _Chain(nn.Cell):
@@ -266,19 +270,13 @@ class _Chain(nn.Cell):
         return x
 
 
-def seconds_of(call: Callable[[], object], backend: Backend, calls: int = CALLS) -> float:
-    """Returns the seconds of a call after the first."""
-    call()
-    backend.synchronize()
-    started = time.perf_counter()
-    for _ in range(calls):
-        call()
-    backend.synchronize()
-    return (time.perf_counter() - started) / calls
-
-
 def rate_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[CheckLine]:
     """Measures the rates of one device."""
+
+    def seconds_of(call: Callable[[], object], calls: int = CALLS) -> float:
+        call()
+        return _timed(backend, call, calls)
+
     starts("rates")
     is_small = target.keeps_weights_on_host
     side, size = (512, 16 * MIB) if is_small else (4096, 256 * MIB)
@@ -286,20 +284,18 @@ def rate_lines(backend: Backend, target: Target, starts: Starts) -> Iterator[Che
     for dtype in {"float32", backend.compute_dtype}:
         key = "float32_tflops" if dtype == "float32" else "matmul_tflops"
         square = Tensor(np.ones((side, side), np.float32)).astype(mindspore_dtype(dtype))
-        rates[key] = 2e-12 * side**3 / seconds_of(partial(ops.matmul, square, square), backend)
+        rates[key] = 2e-12 * side**3 / seconds_of(partial(ops.matmul, square, square))
     large, one = Tensor(np.ones(size // 4, np.float32)), Tensor([1.0], ms.float32)
     single = backend.graph(_Chain(1), "one kernel")
-    rates["memory_GB_per_s"] = 2e-9 * size / seconds_of(lambda: single(large, one), backend)
+    rates["memory_GB_per_s"] = 2e-9 * size / seconds_of(lambda: single(large, one))
     chain, few = backend.graph(_Chain(KERNELS), "many kernels"), Tensor([1.0, 1.0])
-    started = time.perf_counter()
-    chain(few, one).asnumpy()
-    rates["compile_ms"] = 1e3 * (time.perf_counter() - started) / KERNELS
-    rates["launch_us"] = 1e6 * seconds_of(lambda: chain(few, one), backend) / KERNELS
-    rates["call_us"] = 1e6 * seconds_of(lambda: ops.mul(few, one), backend, KERNELS)
-    rates["sync_us"] = 1e6 * seconds_of(lambda: single(few, one).asnumpy(), backend)
+    rates["compile_ms"] = 1e3 * _timed(backend, lambda: chain(few, one).asnumpy()) / KERNELS
+    rates["launch_us"] = 1e6 * seconds_of(lambda: chain(few, one)) / KERNELS
+    rates["call_us"] = 1e6 * seconds_of(lambda: ops.mul(few, one), KERNELS)
+    rates["sync_us"] = 1e6 * seconds_of(lambda: single(few, one).asnumpy())
     # An operation that NPUs leave to their AI CPU.
     bits = Tensor(np.arange(MIB, dtype=np.int32))
-    shift = seconds_of(lambda: ops.bitwise_right_shift(bits, 3), backend)
-    rates["slow_ns"] = 1e9 * shift / MIB
-    rounded = {key: float(f"{value:.4g}") for key, value in rates.items()}
-    yield ok("rates", ", ".join(f"{key} {own:g}" for key, own in rounded.items()), roofline=rounded)
+    rates["slow_ns"] = 1e9 * seconds_of(lambda: ops.bitwise_right_shift(bits, 3)) / MIB
+    figures = _rates(**rates)
+    words = ", ".join(f"{key} {own:g}" for key, own in figures["roofline"].items())
+    yield ok("rates", words, **figures)
