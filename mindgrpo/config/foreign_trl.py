@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mindgrpo.algorithm.surrogates import LOSS_TYPES
@@ -13,6 +12,7 @@ from mindgrpo.config.meanings import (
     Others,
     Refused,
     Rule,
+    Rules,
     Values,
     without_effect,
 )
@@ -25,6 +25,7 @@ CORRECTION = "rl_config.importance_sampling_correction"
 _LOW, _HIGH = "rl_config.epsilon_low", "rl_config.epsilon_high"
 # Of model_init_kwargs: what does not change the model's numbers.
 _OF_LOADING = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache")
+TRL_RULES = Rules()
 
 
 def _samples_of_update(others: Others) -> int | None:
@@ -38,6 +39,8 @@ def _samples_of_update(others: Others) -> int | None:
     return int(per_device * accumulated * processes) if whole else None
 
 
+@TRL_RULES.of("per_device_train_batch_size", "gradient_accumulation_steps", null=True)
+@TRL_RULES.of("steps_per_generation", "generation_batch_size", null=True)
 def _batch(_: Any, others: Others) -> Meaning:
     """Converts TRL's batch: samples of a device, accumulated, of all processes and of several updates."""
     update, group = _samples_of_update(others), others.number("num_generations", GENERATIONS)
@@ -66,23 +69,16 @@ def _batch(_: Any, others: Others) -> Meaning:
     return values
 
 
-def _updates(others: Others) -> int:
-    batch = _batch(None, others)
-    updates = batch.get("rl_config.updates_per_rollout", 1) if isinstance(batch, dict) else 1
-    passes = others.number("num_iterations", 1)
-    return (updates if isinstance(updates, int) else 1) * (passes if passes > 0 else 1)
-
-
-def _in_updates(key: str, strategies: tuple[str, ...] = (), unset: object = None) -> Rule:
+def _in_updates(key: str, strategies: tuple[str, ...] = ()) -> Rule:
     """Returns the rule of a number of updates, which counts there with strategy `steps` only."""
 
     def rule(value: Any, others: Others) -> Meaning:
         strategy = next((plain for name in strategies if (plain := others.word(name))), "steps")
-        updates = _updates(others)
-        if value in (None, unset):
-            return AS_HERE
         if strategy != "steps":
             return without_effect(f"with {strategies[0]} {strategy}")
+        batch, passes = _batch(None, others), others.number("num_iterations", 1)
+        updates = batch.get("rl_config.updates_per_rollout", 1) if isinstance(batch, dict) else 1
+        updates = (updates if isinstance(updates, int) else 1) * (passes if passes > 0 else 1)
         if isinstance(value, int) and value % updates == 0:
             return {key: value // updates}
         if updates == 1:
@@ -99,32 +95,39 @@ def _strategy(name: str, steps: str, key: str) -> Rule:
     def rule(value: Any, others: Others) -> Meaning:
         if value == "no":
             return {key: 0}
-        is_said = value is None or (value == "steps" and others.get(steps) is not None)
+        is_said = value == "steps" and others.get(steps) is not None
         return AS_HERE if is_said else Refused(f"{key} here: {aliases().differences[name]}")
 
     return rule
 
 
-def _epochs(value: Any, others: Others) -> Meaning:
-    if value is None:
-        return AS_HERE
-    if others.number("max_steps", -1) > 0:
-        return without_effect("with max_steps")
+_EVALUATE, _SAVE = ("eval_strategy", "evaluation_strategy"), ("save_strategy",)
+TRL_RULES.of("max_steps")(_in_updates("rl_config.max_steps"))
+TRL_RULES.of("eval_steps")(_in_updates("rl_config.eval_steps", _EVALUATE))
+TRL_RULES.of("save_steps")(_in_updates("rl_config.save_ckpt_interval", _SAVE))
+TRL_RULES.of("ref_model_sync_steps")(_in_updates("ref_config.ref_model_sync_steps"))
+TRL_RULES.of(*_EVALUATE)(_strategy("eval_strategy", "eval_steps", "rl_config.eval_steps"))
+TRL_RULES.of(*_SAVE)(_strategy("save_strategy", "save_steps", "rl_config.save_ckpt_interval"))
+
+
+@TRL_RULES.of("num_train_epochs")
+def _epochs(value: Any, _: Others) -> Meaning:
     is_whole = isinstance(value, float) and value.is_integer()
     return {"rl_config.epochs": int(value) if is_whole else value}
 
 
-def _clips(others: Others) -> bool:
-    loss = LOSS_TYPES.get(others.word("loss_type") or "")
-    return loss is None or loss.epsilon is not None
+def _unclipped(others: Others) -> Ignored | None:
+    kind = others.word("loss_type")
+    loss = LOSS_TYPES.get(kind or "")
+    is_clipped = loss is None or loss.epsilon is not None
+    return None if is_clipped else without_effect(f"with loss_type {kind}")
 
 
+@TRL_RULES.of("epsilon")
 def _epsilon(value: Any, others: Others) -> Meaning:
     high = others.get("epsilon_high")
-    if value is None:
-        return AS_HERE
-    if not _clips(others):
-        return without_effect(f"with loss_type {others.word('loss_type')}")
+    if unclipped := _unclipped(others):
+        return unclipped
     if others.word("loss_type") == "cispo":
         if high is not None:
             return without_effect("with loss_type cispo, which has no lower side")
@@ -132,11 +135,10 @@ def _epsilon(value: Any, others: Others) -> Meaning:
     return {_LOW: value, _HIGH: value if high is None else high}
 
 
+@TRL_RULES.of("epsilon_high")
 def _epsilon_high(value: Any, others: Others) -> Meaning:
-    if value is None:
-        return AS_HERE
-    if not _clips(others):
-        return without_effect(f"with loss_type {others.word('loss_type')}")
+    if unclipped := _unclipped(others):
+        return unclipped
     if others.word("loss_type") != "cispo":
         return {_HIGH: value}
     if isinstance(value, int | float) and value > 1:
@@ -144,36 +146,34 @@ def _epsilon_high(value: Any, others: Others) -> Meaning:
     return Refused("the largest ratio of cispo, which has to be above 1, such as 5.0")
 
 
-def _scale(value: Any, others: Others) -> Meaning:
-    if others.word("multi_objective_aggregation") == "normalize_then_sum":
-        return without_effect("with multi_objective_aggregation normalize_then_sum")
-    if value == "mean":
-        return {"rl_config.advantage_estimator": "maxrl"}
-    return AS_HERE if value is None else {"rl_config.scale_rewards": value}
+@TRL_RULES.of("scale_rewards")
+def _scale(value: Any, _: Others) -> Meaning:
+    is_mean = value == "mean"
+    return (
+        {"rl_config.advantage_estimator": "maxrl"}
+        if is_mean
+        else {"rl_config.scale_rewards": value}
+    )
 
 
-def _correction(value: Any, others: Others) -> Meaning:
-    if value is None:
-        return AS_HERE
+@TRL_RULES.of("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
+def _correction(_: Any, others: Others) -> Values:
     if others.get("vllm_importance_sampling_correction") is False:
         return {CORRECTION: "none"}
     return {CORRECTION: others.word("vllm_importance_sampling_mode") or SAMPLED_MODE}
 
 
-def _of_correction(key: str) -> Rule:
-    def rule(value: Any, others: Others) -> Meaning:
-        if value is None:
-            return AS_HERE
-        if others.get("vllm_importance_sampling_correction") is False:
-            return without_effect("with vllm_importance_sampling_correction False")
-        return {
-            key: value,
-            CORRECTION: others.word("vllm_importance_sampling_mode") or SAMPLED_MODE,
-        }
-
-    return rule
+@TRL_RULES.of("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+def _cap(value: Any, others: Others) -> Meaning:
+    return {"rl_config.importance_sampling_cap": value, **_correction(value, others)}
 
 
+@TRL_RULES.of("vllm_importance_sampling_clip_min")
+def _floor(value: Any, others: Others) -> Meaning:
+    return {"rl_config.importance_sampling_floor": value, **_correction(value, others)}
+
+
+@TRL_RULES.of("bf16", "fp16", null=True)
 def _dtype(value: Any, others: Others) -> Meaning:
     switches = {name: others.get(name) for name in ("bf16", "fp16")}
     key, on = "context.compute_dtype", [name for name in switches if switches[name] is True]
@@ -187,8 +187,9 @@ def _dtype(value: Any, others: Others) -> Meaning:
     return {key: "float32"} if switches["bf16"] is False else AS_HERE
 
 
+@TRL_RULES.of("model_init_kwargs")
 def _of_model(value: Any, others: Others) -> Meaning:
-    if value is None or value == {}:
+    if value == {}:
         return AS_HERE
     kinds = value if isinstance(value, dict) else {}
     left = [name for name in kinds if name not in (*_OF_LOADING, "dtype", "torch_dtype")]
@@ -196,12 +197,10 @@ def _of_model(value: Any, others: Others) -> Meaning:
         return Refused(
             f"only its dtype has a key here, context.compute_dtype; leave {', '.join(left) or 'it'} out"
         )
-    dtype = str(kinds.get("dtype", kinds.get("torch_dtype", "auto"))).rpartition(".")[2]
-    if dtype == "auto" or others.get("bf16") or others.get("fp16"):
-        return Ignored("the run computes in context.compute_dtype")
-    return {"context.compute_dtype": dtype}
+    return _of_weights(kinds.get("dtype", kinds.get("torch_dtype", "auto")), others)
 
 
+@TRL_RULES.of("dtype", "torch_dtype", null=True)
 def _of_weights(value: Any, others: Others) -> Meaning:
     """Decides on dtype of ModelConfig, where bf16 and fp16 leave it open."""
     if value in (None, "auto") or others.get("bf16") or others.get("fp16"):
@@ -209,57 +208,22 @@ def _of_weights(value: Any, others: Others) -> Meaning:
     return {"context.compute_dtype": str(value).rpartition(".")[2]}
 
 
-def _adapters(value: Any, others: Others) -> Meaning:
+@TRL_RULES.of("use_peft", "lora_r", "lora_alpha")
+def _adapters(_: Any, others: Others) -> Meaning:
     """Decides on ModelConfig's adapters, which has them with use_peft only."""
-    if others.get("use_peft") is not True:
-        return AS_HERE if value in (None, False) else without_effect("without use_peft")
     keys = {"rank": others.number("lora_r", 16), "alpha": float(others.number("lora_alpha", 32))}
     return {f"actor_config.lora.{name}": number for name, number in keys.items()}
 
 
-def _adapted(value: Any, others: Others) -> Meaning:
-    if others.get("use_peft") is not True:
-        return AS_HERE if value is None else without_effect("without use_peft")
-    listed = value if isinstance(value, list) else [value]
-    is_all = listed in ([None], ["all-linear"])
-    return AS_HERE if is_all else {"actor_config.lora.target_modules": listed}
-
-
-def _dropout(value: Any, others: Others) -> Meaning:
-    if others.get("use_peft") is not True:
-        return AS_HERE if value is None else without_effect("without use_peft")
-    return Refused(aliases().absent["lora_dropout"]) if value else AS_HERE
-
-
-def _schedule(value: Any, _: Others) -> Meaning:
-    style = "constant" if value == "constant_with_warmup" else value
-    return AS_HERE if value is None else {"actor_config.lr_schedule.lr_decay_style": style}
-
-
-def _warmup(value: Any, others: Others) -> Meaning:
+@TRL_RULES.of("warmup_steps")
+def _warmup(value: Any, _: Others) -> Meaning:
     """Decides on warmup_steps, of which a part below 1 is a ratio in newer releases."""
-    if value in (None, 0):
-        return AS_HERE
-    if others.word("lr_scheduler_type") == "constant":
-        return without_effect("with lr_scheduler_type constant")
     is_ratio = isinstance(value, float) and value < 1
-    name = "warmup_ratio" if is_ratio else "warmup_step"
-    return {f"actor_config.lr_schedule.{name}": value}
+    return {f"actor_config.lr_schedule.{'warmup_ratio' if is_ratio else 'warmup_step'}": value}
 
 
-def _warmup_ratio(value: Any, others: Others) -> Meaning:
-    if value in (None, 0):
-        return AS_HERE
-    if others.word("lr_scheduler_type") == "constant":
-        return without_effect("with lr_scheduler_type constant")
-    if others.get("warmup_steps"):
-        return without_effect("with warmup_steps")
-    return {"actor_config.lr_schedule.warmup_ratio": value}
-
-
+@TRL_RULES.of("report_to", "trainer.logger")
 def _trackers(value: Any, _: Others) -> Meaning:
-    if value is None:
-        return AS_HERE
     listed = value if isinstance(value, list | tuple) else [value]
     if "all" in listed:
         return Refused("monitor_config.trackers here; name those that are meant, such as wandb")
@@ -267,35 +231,39 @@ def _trackers(value: Any, _: Others) -> Meaning:
     return {"monitor_config.trackers": written}
 
 
+@TRL_RULES.of("max_prompt_length")
 def _prompt_length(value: Any, _: Others) -> Meaning:
-    cut = {"rl_config.prompt_overflow": "left"}
-    return AS_HERE if value is None else {"generate_config.max_prompt_length": value, **cut}
+    return {"generate_config.max_prompt_length": value, "rl_config.prompt_overflow": "left"}
 
 
+@TRL_RULES.of("max_completion_length", null=True)
 def _completion_length(value: Any, _: Others) -> Meaning:
     if value is None:
         return Refused("completions without a limit are not possible here; give a number")
     return {"generate_config.sampling_config.max_tokens": value}
 
 
+@TRL_RULES.of("max_tool_calling_iterations")
 def _turns(value: Any, _: Others) -> Meaning:
     # The last turn answers what the last calls returned.
-    turns = value + 1 if isinstance(value, int) else value
-    return AS_HERE if value is None else {"rl_config.max_turns": turns}
+    return {"rl_config.max_turns": value + 1 if isinstance(value, int) else value}
 
 
+@TRL_RULES.of("data_seed")
 def _data_seed(value: Any, others: Others) -> Meaning:
-    if value in (None, others.get("seed")):
+    if value == others.get("seed"):
         return AS_HERE
     return Refused("rl_config.seed is the seed of the order of the data and of sampling; set that")
 
 
+@TRL_RULES.of("log_completions", null=True)
 def _logged(value: Any, _: Others) -> Meaning:
     if value is True:
         return {"rl_config.save_prompt_completions_data": True}
     return Ignored("samples are not printed, and completions.jsonl has all of them")
 
 
+@TRL_RULES.of("dataset_name", "dataset_config", null=True)
 def _data_set(_: Any, others: Others) -> Meaning:
     name, part = others.get("dataset_name"), others.get("dataset_config")
     if not isinstance(name, str):
@@ -303,66 +271,8 @@ def _data_set(_: Any, others: Others) -> Meaning:
     return {"rl_config.dataset_file": f"{name}:{part}" if part else name}
 
 
+@TRL_RULES.of("input_key", "label_key", null=True)
 def _columns(_: Any, others: Others) -> Meaning:
-    pairs = [
-        f"{ours}={others[theirs]}"
-        for ours, theirs in (
-            ("question", "input_key"),
-            ("answer", "label_key"),
-        )
-        if theirs in others
-    ]
+    theirs = {"question": "input_key", "answer": "label_key"}
+    pairs = [f"{ours}={others[name]}" for ours, name in theirs.items() if name in others]
     return {"rl_config.dataset_map_keys": pairs}
-
-
-_EVALUATE = ("eval_strategy", "evaluation_strategy")
-TRL_RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "steps_per_generation",
-            "generation_batch_size",
-        ),
-        _batch,
-    ),
-    "max_steps": _in_updates("rl_config.max_steps", unset=-1),
-    "eval_steps": _in_updates("rl_config.eval_steps", _EVALUATE),
-    "save_steps": _in_updates("rl_config.save_ckpt_interval", ("save_strategy",)),
-    "ref_model_sync_steps": _in_updates("ref_config.ref_model_sync_steps"),
-    **{name: _strategy(name, "eval_steps", "rl_config.eval_steps") for name in _EVALUATE},
-    "save_strategy": _strategy("save_strategy", "save_steps", "rl_config.save_ckpt_interval"),
-    "num_train_epochs": _epochs,
-    "epsilon": _epsilon,
-    "epsilon_high": _epsilon_high,
-    "scale_rewards": _scale,
-    "vllm_importance_sampling_correction": _correction,
-    "vllm_importance_sampling_mode": _correction,
-    "vllm_importance_sampling_cap": _of_correction("rl_config.importance_sampling_cap"),
-    "vllm_importance_sampling_clip_max": _of_correction("rl_config.importance_sampling_cap"),
-    "vllm_importance_sampling_clip_min": _of_correction("rl_config.importance_sampling_floor"),
-    "bf16": _dtype,
-    "fp16": _dtype,
-    "model_init_kwargs": _of_model,
-    "dtype": _of_weights,
-    "torch_dtype": _of_weights,
-    "use_peft": _adapters,
-    "lora_r": _adapters,
-    "lora_alpha": _adapters,
-    "lora_target_modules": _adapted,
-    "lora_dropout": _dropout,
-    "lr_scheduler_type": _schedule,
-    "warmup_steps": _warmup,
-    "warmup_ratio": _warmup_ratio,
-    "report_to": _trackers,
-    "trainer.logger": _trackers,
-    "max_prompt_length": _prompt_length,
-    "max_completion_length": _completion_length,
-    "max_tool_calling_iterations": _turns,
-    "data_seed": _data_seed,
-    "log_completions": _logged,
-    "dataset_name": _data_set,
-    "dataset_config": _data_set,
-    "input_key": _columns,
-    "label_key": _columns,
-}

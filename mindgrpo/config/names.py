@@ -52,27 +52,30 @@ SECTIONS: frozenset[str] = frozenset(
 
 @dataclass(frozen=True)
 class Aliases:
-    """What other trainers call our keys, and what their values mean here: the tables of aliases.yaml.
+    """What other trainers call our keys, and what their values mean here: the tables that aliases.yaml describes.
 
-    `by_key`: our key -> trainer -> its names. `differences`: such a name -> what its value means here; `same` are those
-    whose values are taken all the same. `words`: name -> its value -> ours. `unset`: name -> its values for "not set".
-    `absent`: a name, or `section.*`, -> why it has no key; values of `ignored` change nothing, as do the `harmless`
-    values of others. `sections`: theirs -> ours. `same_in_mindrlhf` are our keys that MindRLHF has too; `generic` are
-    last words that lead to no key by themselves. `peft` has fields of its LoraConfig.
+    `absent` has why by name; of these, values of `ignored` change nothing, as do the `harmless` values of others.
     """
 
     by_key: dict[str, dict[str, list[str]]]
+    mindrlhf: dict[str, list[str]]
     differences: dict[str, str]
-    same: frozenset[str]
+    same: list[str]
     words: dict[str, dict[Any, Any]]
     unset: dict[str, list[Any]]
+    idle: dict[str, list[str]]
+    generic: frozenset[str]
     absent: dict[str, str]
     ignored: frozenset[str]
     harmless: dict[str, list[Any]]
-    sections: dict[str, str]
-    same_in_mindrlhf: frozenset[str]
-    generic: frozenset[str]
     peft: dict[str, Any]
+    sections: dict[str, str]
+
+    @cached_property
+    def same_in_mindrlhf(self) -> frozenset[str]:
+        """Returns our keys that MindRLHF has too."""
+        sections = self.mindrlhf.items()
+        return frozenset(f"{section}.{leaf}" for section, leaves in sections for leaf in leaves)
 
     def names_of(self, key: str) -> list[str]:
         """Returns other trainers' names of our key, as they write them."""
@@ -155,21 +158,8 @@ def aliases() -> Aliases:
         absent |= dict.fromkeys((*own, *without_effect), group["why"])
         ignored |= set(without_effect)
         harmless |= own if isinstance(own, dict) else {}
-    same = (f"{section}.{leaf}" for section, leaves in data["mindrlhf"].items() for leaf in leaves)
-    return Aliases(
-        by_key=data["keys"],
-        differences=data["differences"],
-        same=frozenset(data["same"]),
-        words=data["words"],
-        unset=data["unset"],
-        absent=absent,
-        ignored=frozenset(ignored),
-        harmless=harmless,
-        sections=data["sections"],
-        same_in_mindrlhf=frozenset(same),
-        generic=frozenset(data["generic"]),
-        peft=data["peft"],
-    )
+    of_names = {"absent": absent, "ignored": frozenset(ignored), "harmless": harmless}
+    return Aliases(**data | of_names | {"generic": frozenset(data["generic"])})
 
 
 def leaf_of(key: str) -> str:
