@@ -126,7 +126,7 @@ def test_all_that_has_to_change_is_told_at_once(
     for line, part in zip(lines(*words, "--actor_config.load", ""), parts, strict=True):
         assert part in line
     wrong = [f"--{key}=-1" for key in ("rl_config.beta", "rl_config.max_steps", "context.mode")]
-    parts = ("rl_config.beta", "rl_config.max_steps", "context.mode")
+    parts = ("rl_config.max_steps", "rl_config.beta", "context.mode")
     for line, part in zip(lines(*wrong), parts, strict=True):
         assert f"{part} is " in line
     unknown = ("--trainer.a", "1", "--trainer.b", "2", "--rl_config.max_step", "3")

@@ -84,7 +84,6 @@ class TRLFields:
         lr_scheduler_type: str | None = None,  # actor_config.lr_schedule.lr_decay_style
         max_grad_norm: float = 1.0,  # actor_config.optimizer.max_grad_norm
         weight_decay: float = 0.0,  # actor_config.optimizer.weight_decay
-        optim: str | None = None,  # actor_config.optimizer.type
         router_aux_loss_coef: float | None = None,  # rl_config.router_aux_loss_coef
         adam_epsilon: float = 1e-08,  # actor_config.optimizer.eps
         adam_beta1: float = 0.9,  # actor_config.optimizer.adam_beta1
