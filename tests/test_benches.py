@@ -82,14 +82,6 @@ def test_the_roofline_bench_compares_each_phase_with_a_measured_step(work_file: 
     assert min(figures["rates"].values()) > 0
 
 
-def test_the_roofline_bench_estimates_an_earlier_state_with_the_same_limit(tmp_path: Path) -> None:
-    config = BENCH.parents[1] / "examples/grpo/qwen_grpo_tutorial/grpo_config.yaml"
-    words = ["--config", str(config), "--context.device_target", "Ascend"]
-    figures = printed(tmp_path, "roofline.py", *words)
-    assert figures["earlier"]["step"] > figures["today"]["step"] > figures["today"]["limit"]
-    assert figures["earlier"]["limit"] == pytest.approx(figures["today"]["limit"])
-
-
 def test_the_generation_bench_draws_exactly_the_tokens_asked_for(work_file: Path) -> None:
     figures = bench("generate.py", work_file, "--prompts", "3", "--new_tokens", "6")
     assert figures["bench"] == "generate"

@@ -91,7 +91,7 @@ def test_a_gap_beyond_the_limit_ends_a_run_before_its_weights_change(
     words = [word for key, value in keys.items() for word in (f"--rl_config.{key}", value)]
     monkeypatch.setattr(NativeKernels, "matmul", in_two_leaves)
     made = trainer(tmp_path, tmp_path / "run", *words)
-    policy = made.roles.policy
+    policy = made.run.roles.policy
     before = {name: part.tobytes() for name, part in policy.weights.arrays.hf_views.items()}
     differs = (
         r"differ by up to .* in token \d+ of sample \d+: -[\d.]+ and -[\d.]+; \d+ tokens differ"

@@ -6,11 +6,12 @@ One process. Does not prove that a gradient is right (test_golden_models.py does
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from algorithms import replace
 from small_mixtures import MIXTURES
 from test_update import RAW, SETTINGS, batch
 

@@ -98,7 +98,7 @@ def test_a_trainer_that_has_ended_keeps_no_weights_and_says_what_to_do_instead(
     words = ("--rl_config.max_steps=1", "--rl_config.eval_on_start=false", *ONE_GRAPH)
     made = trainer(tmp_path, tmp_path / "run", *words)
     pools = [pool for pool in made.run.backend.live_pools if pool.num_bytes]
-    values = [made.roles.policy.weights.pool.view(0, (8,))]
+    values = [made.run.roles.policy.weights.pool.view(0, (8,))]
     assert pools and all(value.any() for value in values)
     made.train()
     assert not any(value.any() for value in values)

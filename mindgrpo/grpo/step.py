@@ -304,17 +304,17 @@ class Stepper:
 
         Raises RanksDisagree.
         """
-        rewards, correction = scored.scores.total, None
+        rewards, correction, rl = scored.scores.total, None, self.config.rl_config
         bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
         if bad is None:
             batch, correction = compute_advantages(
                 rollout,
                 rewards,
-                self.config.rl_config,
+                rl,
                 old_logps,
                 reference_logps,
                 scored.turn_rewards,
-                scored.scores.components,
+                scored.scores.components if rl.estimator.by_function else (),
                 greedy,
                 self._role_baselines(rollout, scored.scores),
                 scored.scores.failed,

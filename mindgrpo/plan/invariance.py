@@ -56,7 +56,7 @@ def _obstacles(config: Config, model: DecoderConfig) -> Iterator[str]:
     context = config.context
     if config.generate_config.uses_vllm:
         yield "generate_config.use_vllm is 1, and vLLM has kernels of its own"
-    if config.actor_config.parallel_config.mesh.emp > 1:
+    if config.actor_config.parallel_config.expert_tensor_parallel > 1:
         yield "actor_config.parallel_config.expert_tensor_parallel cuts experts, whose sums are then rounded otherwise"
     if context.target != SHARED_MEMORY:
         yield f"the run is on {context.target}, and only processors in shared memory have such kernels"

@@ -99,9 +99,9 @@ FAULTS = (
     ),
     Fault(
         "norm-counts-every-copy-of-a-gradient",
-        "mindgrpo/training/gradient_sync.py",
-        "square = sum(self._square(array) / copies for array, copies in self._norm_terms)",
-        "square = sum(self._square(array) for array, copies in self._norm_terms)",
+        "mindgrpo/backend/arithmetic/host.py",
+        "square = sum(square_of(view) / number for view, number in pairs)",
+        "square = sum(square_of(view) for view, number in pairs)",
         "gradients are clipped more, the more ranks hold a parameter",
     ),
     Fault(
