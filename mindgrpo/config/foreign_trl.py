@@ -156,21 +156,25 @@ def _scale(value: Any, _: Others) -> Meaning:
     )
 
 
-@TRL_RULES.of("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
-def _correction(_: Any, others: Others) -> Values:
+def _mode(others: Others) -> Values:
     if others.get("vllm_importance_sampling_correction") is False:
         return {CORRECTION: "none"}
     return {CORRECTION: others.word("vllm_importance_sampling_mode") or SAMPLED_MODE}
 
 
+@TRL_RULES.of("vllm_importance_sampling_correction", "vllm_importance_sampling_mode")
+def _correction(_: Any, others: Others) -> Meaning:
+    return _mode(others)
+
+
 @TRL_RULES.of("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
 def _cap(value: Any, others: Others) -> Meaning:
-    return {"rl_config.importance_sampling_cap": value, **_correction(value, others)}
+    return {"rl_config.importance_sampling_cap": value, **_mode(others)}
 
 
 @TRL_RULES.of("vllm_importance_sampling_clip_min")
 def _floor(value: Any, others: Others) -> Meaning:
-    return {"rl_config.importance_sampling_floor": value, **_correction(value, others)}
+    return {"rl_config.importance_sampling_floor": value, **_mode(others)}
 
 
 @TRL_RULES.of("bf16", "fp16", null=True)
