@@ -327,7 +327,8 @@ class Stepper:
 
     def _role_baselines(self, rollout: Rollout, scores: Scores) -> np.ndarray | None:
         """Returns float64 [samples] of `role_baselines`, once a step; None where the estimator needs none."""
-        rl, column = self.config.rl_config, self.config.rl_config.role_column
+        rl = self.config.rl_config
+        column = rl.role_column
         if not rl.estimator.needs_baselines:
             return None
         roles = [""] * len(rollout)

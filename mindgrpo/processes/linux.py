@@ -21,7 +21,7 @@ PAGE = resource.getpagesize()
 RESERVED_BYTES = 16 << 30
 
 
-class State(NamedTuple):
+class ProcessState(NamedTuple):
     """`letter` is Z or X for a process that has ended."""
 
     letter: str
@@ -29,16 +29,16 @@ class State(NamedTuple):
     group: int
 
 
-def state_of(pid: int) -> State | None:
+def state_of(pid: int) -> ProcessState | None:
     """Reads /proc; None where there is no such process."""
     try:
         letter, parent, group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
     except (OSError, ValueError):
         return None
-    return State(letter, int(parent), int(group))
+    return ProcessState(letter, int(parent), int(group))
 
 
-def states() -> dict[int, State]:
+def states() -> dict[int, ProcessState]:
     pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
     return {pid: state for pid in pids if (state := state_of(pid)) is not None}
 

@@ -108,7 +108,7 @@ class _Square(nn.Cell):
         return RESHAPE(self.squares(x), (1,))
 
 
-class Norm(nn.Cell):
+class GradientNorm(nn.Cell):
     """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
 
     def __init__(
@@ -267,7 +267,7 @@ class DeviceArithmetic(Arithmetic):
     def norm(
         self, columns: Sequence[Columns], copies: Sequence[int], group: Group
     ) -> Callable[[], float]:
-        cell = Norm(columns, copies, group, self._backend.kernels.squares())
+        cell = GradientNorm(columns, copies, group, self._backend.kernels.squares())
         graph = self._backend.graph(cell, "gradient norm")
         return lambda: float(graph().asnumpy()[0])
 
