@@ -36,7 +36,7 @@ PHASES = ("reshard", "rollout", "reference", "update")
 
 @dataclass(frozen=True)
 class Case:
-    """Layouts are (dp, mp, pp, and cp) and (dp, mp), that of the reference is the latter.
+    """Layouts are (dp, tp, pp, and cp) and (dp, tp), that of the reference is the latter.
 
     `sharded` is the optimizer's state, over the replicas; `offloaded` are its moments; tokens of policy and reference
     are split.

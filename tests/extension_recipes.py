@@ -314,11 +314,11 @@ assert len(small_runs.rows(Path("run"))) == 1
     (
         Edit(
             "mindgrpo/parallel/mesh.py",
-            'DENSE = ("pp", "dp", "cp", "mp")',
-            'DENSE = ("pp", "dp", "cp", "hp", "mp")',
+            'DENSE = ("pp", "dp", "cp", "tp")',
+            'DENSE = ("pp", "dp", "cp", "hp", "tp")',
         ),
         Edit(
-            "mindgrpo/parallel/mesh.py", "    emp: int = 1\n", "    emp: int = 1\n    hp: int = 1\n"
+            "mindgrpo/parallel/mesh.py", "    etp: int = 1\n", "    etp: int = 1\n    hp: int = 1\n"
         ),
         Edit(
             "mindgrpo/parallel/mesh.py",

@@ -126,7 +126,7 @@ def train(
     mesh = layout.mesh
     share, part = (mesh.index(backend.rank, axis) for axis in ("dp", "cp"))
     length = max(p.start + p.prompt + p.completion for row in rows for p in row)
-    length += -length % (mesh.mp * mesh.cp)
+    length += -length % (mesh.tp * mesh.cp)
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(-(-len(rows) // mesh.dp), length, context_ranks=mesh.cp)
     settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, loss_of(), 1.0, adamw)

@@ -112,7 +112,7 @@ def test_every_bit_arrives_where_it_belongs(device: Backend) -> None:
 def test_every_bit_of_experts_arrives_where_it_belongs(device: Backend) -> None:
     specs = tuple(s for s in moe_specs(1, 8, 6, 4, 11, (4, 2, 2)) if len(s.shape) == 3)
     source = Layout.of(Mesh(4, 1, ep=4), specs)
-    target = Layout.of(Mesh(2, 2, ep=2, emp=2), specs)
+    target = Layout.of(Mesh(2, 2, ep=2, etp=2), specs)
     moved(device, source, target, "float32", 400)
     moved(device, target, source, "float16", 1 << 20)
     weights = Weights(target, 1, device)

@@ -121,7 +121,7 @@ def test_files_of_transformers_have_every_parameter_and_so_have_its_gradients(fa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mesh", [Mesh(4, 1, ep=2, emp=2), Mesh(4, 1, ep=4), Mesh(1, 3, emp=3)])
+@pytest.mark.parametrize("mesh", [Mesh(4, 1, ep=2, etp=2), Mesh(4, 1, ep=4), Mesh(1, 3, etp=3)])
 def test_a_rank_has_its_part_of_each_layout_and_reads_no_other_expert(
     tmp_path: Path, kind: ExpertNames, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +170,7 @@ def test_random_experts_are_the_same_under_every_layout() -> None:
     fill_random(whole, seed=5)
     experts = whole.arrays.hf_views[f"{LAYER}mlp.experts.down_proj.weight"]
     assert len({one.tobytes() for one in experts}) == 4
-    layout = Layout.of(Mesh(4, 1, ep=2, emp=2), SPECS)
+    layout = Layout.of(Mesh(4, 1, ep=2, etp=2), SPECS)
     for rank in range(4):
         weights = Weights(layout, rank, ThreadBackend(World(1), 0))
         fill_random(weights, seed=5)

@@ -84,7 +84,7 @@ def _take(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 def _results(plans: list[ExpertInputs], layer: int, spread: tuple[int, int]) -> list[np.ndarray]:
     """By rank [N K, 3]: what comes back for each slot of (rank, slot), with the expert that it met."""
-    ep, emp = spread
+    ep, etp = spread
     own = [plan.order[layer] for plan in plans]
     sent = [
         np.where(order >= 0, [np.full_like(order, rank + 1), order + 1], 0).T
@@ -92,19 +92,19 @@ def _results(plans: list[ExpertInputs], layer: int, spread: tuple[int, int]) -> 
     ]
     rows = len(sent[0]) // ep
     arrived = []
-    for rank in range(ep * emp):
+    for rank in range(ep * etp):
         # Blocks of those with the same columns; then what each with other columns got.
-        expert_rank = rank // emp
+        expert_rank = rank // etp
         blocks = [
-            sent[source * emp + column][expert_rank * rows : (expert_rank + 1) * rows]
-            for column in range(emp)
+            sent[source * etp + column][expert_rank * rows : (expert_rank + 1) * rows]
+            for column in range(etp)
             for source in range(ep)
         ]
         arrived.append(np.concatenate(blocks))
     made = []
     for rank, plan in enumerate(plans):
         by_expert, back = plan.by_expert[layer], plan.as_arrived[layer]
-        first = rank // emp * len(plan.counts[layer])
+        first = rank // etp * len(plan.counts[layer])
         experts = first + np.repeat(np.arange(len(plan.counts[layer])), plan.counts[layer])
         met = np.zeros((len(by_expert), 1), np.int64)
         met[: len(experts), 0] = experts + 1
@@ -112,11 +112,11 @@ def _results(plans: list[ExpertInputs], layer: int, spread: tuple[int, int]) -> 
         made.append(_take(of_rows, back))
     results = []
     for rank, plan in enumerate(plans):
-        column = rank % emp
+        column = rank % etp
         returned = []
         for source in range(ep):
-            block = made[source * emp + column].reshape(emp, ep, rows, -1)
-            returned.append(block[column, rank // emp])
+            block = made[source * etp + column].reshape(etp, ep, rows, -1)
+            returned.append(block[column, rank // etp])
         results.append(_take(np.concatenate(returned), plan.home[layer].reshape(-1)))
     return results
 
@@ -126,9 +126,9 @@ def _results(plans: list[ExpertInputs], layer: int, spread: tuple[int, int]) -> 
 def test_every_slot_of_every_rank_meets_its_expert_and_comes_back(
     spread: tuple[int, int], kind: str
 ) -> None:
-    rng, (ep, emp), tokens, experts = np.random.default_rng(2), spread, 13, 8
+    rng, (ep, etp), tokens, experts = np.random.default_rng(2), spread, 13, 8
     by_rank = []
-    for _ in range(ep * emp):
+    for _ in range(ep * etp):
         routes = np.argsort(rng.random((LAYERS, tokens, experts)), 2)[:, :, :SLOTS]
         routes[:, 3] = -1
         by_rank.append(routes.astype(np.int32))
@@ -138,10 +138,10 @@ def test_every_slot_of_every_rank_meets_its_expert_and_comes_back(
     if kind == "a rank has nothing":
         by_rank[0][:] = -1
     sent = np.stack([rows_by_expert(routes, experts) for routes in by_rank])
-    rows = capacity(sent, ExpertSpread(ep, emp, 0), tokens * SLOTS)
+    rows = capacity(sent, ExpertSpread(ep, etp, 0), tokens * SLOTS)
     assert rows >= sent.reshape(len(sent), LAYERS, ep, -1).sum(-1).max()
     plans = [
-        plan_spread(routes, sent, ExpertSpread(ep, emp, member), rows)
+        plan_spread(routes, sent, ExpertSpread(ep, etp, member), rows)
         for member, routes in enumerate(by_rank)
     ]
     assert {own.dtype for plan in plans for own in plan[:-1]} == {np.dtype(np.int32)}

@@ -238,7 +238,7 @@ def exported_by_ranks(ranks: ThreadBackend, target: Path, mesh: Mesh) -> None:
         (Mesh(1, 1, 1), None),
         (Mesh(2, 1, 2), None),
         (Mesh(1, 2, 2), None),
-        (Mesh(4, 1, ep=2, emp=2), "mixtral"),
+        (Mesh(4, 1, ep=2, etp=2), "mixtral"),
         (Mesh(2, 1, 2, ep=2), "fused"),
     ],
 )

@@ -447,7 +447,7 @@ def test_a_layers_experts_are_one_parameter_each_split_over_their_own_axes() -> 
     moe = MoeConfig(num_experts=8, per_token=2, inner=12, scores="softmax", renormalise=True)
     kinds = tuple(LayerKind(has_experts=index % 2 == 1) for index in range(7))
     config = replace(read("qwen3"), moe=moe, layers=kinds)
-    layout = Layout.of(Mesh(2, 2, ep=2, emp=2), parameter_specs(config))
+    layout = Layout.of(Mesh(2, 2, ep=2, etp=2), parameter_specs(config))
     prefix, box = "model.layers.1.mlp.", layout.held_by(3)
     assert layout.by_name[f"{prefix}gate.weight"].shape == (8, 32)
     assert box[f"{prefix}experts.up_proj.weight"] == Box((4, 6, 0), (8, 12, 32))
@@ -469,12 +469,12 @@ TRAINED, GENERATED = "actor_config.parallel_config", "generate_config.parallel_c
     [
         ("mixtral", Mesh(4, 1, 2), False, TRAINED, None),
         ("mixtral", Mesh(2, 2, ep=4), True, TRAINED, None),
-        ("mixtral", Mesh(2, 2, emp=2), True, TRAINED, None),
+        ("mixtral", Mesh(2, 2, etp=2), True, TRAINED, None),
         ("mixtral", Mesh(2, 2, ep=2), False, GENERATED, None),
         ("llama", Mesh(2, 2), False, TRAINED, None),
         ("mixtral", Mesh(2, 2), False, TRAINED, "actor_config.parallel_config.model_parallel is 2"),
         ("mixtral", Mesh(3, 1, ep=3), False, TRAINED, "does not divide the 8 experts of a layer"),
-        ("mixtral", Mesh(32, 1, emp=32), False, TRAINED, "does not divide the 48 columns of an"),
+        ("mixtral", Mesh(32, 1, etp=32), False, TRAINED, "does not divide the 48 columns of an"),
         ("mixtral", Mesh(4, 1, ep=2), False, GENERATED, "and model_parallel is 1; choose"),
         ("llama", Mesh(2, 1, ep=2), False, TRAINED, "models of type llama have no experts"),
     ],

@@ -274,7 +274,7 @@ def test_adapters_are_cut_where_their_matrix_is() -> None:
         (split,) = layout.by_name[base].splits
         dim = split.dim
         follows = dim == (1 if "lora_A" in spec.name else 0)
-        assert spec.summed_over >= ({"dp"} if follows else {"dp", "mp"})
+        assert spec.summed_over >= ({"dp"} if follows else {"dp", "tp"})
         for rank in range(2):
             box, whole = adapters.held_by(rank)[spec.name], layout.held_by(rank)[base]
             if follows:
@@ -285,16 +285,16 @@ def test_adapters_are_cut_where_their_matrix_is() -> None:
 
 def test_adapters_of_experts_are_where_the_expert_is_and_sums_over_its_parts() -> None:
     specs = parameter_specs(decoder_config(raw_of("qwen3_moe"), "here"))
-    layout = Layout.of(Mesh(4, 1, ep=2, emp=2), specs)
+    layout = Layout.of(Mesh(4, 1, ep=2, etp=2), specs)
     settings = LoraSettings(3, 3.0, ("gate_proj", "down_proj"))
     low_rank = replace(layout, specs=adapter_specs(specs, settings))
     module = "model.layers.0.mlp.experts"
     # Hidden 32, inner 24: of rank 3, the second experts and the second half of the columns.
     expected = {
-        "gate_proj.lora_A": (((2, 0, 0), (4, 3, 32)), {"edp", "emp"}),
+        "gate_proj.lora_A": (((2, 0, 0), (4, 3, 32)), {"edp", "etp"}),
         "gate_proj.lora_B": (((2, 12, 0), (4, 24, 3)), {"edp"}),
         "down_proj.lora_A": (((2, 0, 12), (4, 3, 24)), {"edp"}),
-        "down_proj.lora_B": (((2, 0, 0), (4, 32, 3)), {"edp", "emp"}),
+        "down_proj.lora_B": (((2, 0, 0), (4, 32, 3)), {"edp", "etp"}),
     }
     held = low_rank.held_by(3)
     assert held.keys() == {f"{module}.{name}.weight" for name in expected}

@@ -20,15 +20,15 @@ MESHES = [
 def test_rank_is_stage_then_data_then_context_then_model(mesh: Mesh) -> None:
     array = mesh.ranks()
     for rank in range(mesh.size):
-        index = tuple(mesh.index(rank, axis) for axis in ("pp", "dp", "cp", "mp"))
+        index = tuple(mesh.index(rank, axis) for axis in ("pp", "dp", "cp", "tp"))
         stage, data, context, model = index
-        assert rank == ((stage * mesh.dp + data) * mesh.cp + context) * mesh.mp + model
+        assert rank == ((stage * mesh.dp + data) * mesh.cp + context) * mesh.tp + model
         assert array[index] == rank
 
 
 @each_row(
     "mesh",
-    [*MESHES, Mesh(4, 2, 2, ep=4), Mesh(2, 4, 1, ep=2, emp=2), Mesh(2, 2, 1, 2, ep=4)],
+    [*MESHES, Mesh(4, 2, 2, ep=4), Mesh(2, 4, 1, ep=2, etp=2), Mesh(2, 2, 1, 2, ep=4)],
 )
 def test_a_group_shares_every_index_but_its_own(mesh: Mesh) -> None:
     for view in (DENSE, EXPERT):
@@ -48,7 +48,7 @@ def test_experts_fold_the_ranks_of_a_stage_anew() -> None:
     mesh = Mesh(4, 2, 2, ep=4)
     assert mesh.edp == 2 and mesh.ranks(EXPERT).shape == (2, 2, 4, 1)
     assert mesh.group(1, ("ep",)) == (0, 1, 2, 3) and mesh.group(1, ("edp",)) == (1, 5)
-    assert mesh.group(1, ("mp",)) == (0, 1) and mesh.group(1, ("dp",)) == (1, 3, 5, 7)
+    assert mesh.group(1, ("tp",)) == (0, 1) and mesh.group(1, ("dp",)) == (1, 3, 5, 7)
     with pytest.raises(
         UserError, match="expert_parallel 3 x expert_tensor_parallel 1 does not divide"
     ):
@@ -59,13 +59,13 @@ def test_experts_fold_the_ranks_of_a_stage_anew() -> None:
 
 def test_a_spaced_mesh_has_groups_of_its_own_ranks() -> None:
     mesh = Mesh(2, 4).first_ranks
-    assert mesh.group(4, ("dp",)) == (0, 4) and mesh.group(4, ("mp",)) == (4,)
+    assert mesh.group(4, ("dp",)) == (0, 4) and mesh.group(4, ("tp",)) == (4,)
     assert mesh.holds(4) and not mesh.holds(2) and mesh.end == 8
 
 
 def test_groups_hold_plain_integers() -> None:
     mesh = Mesh(2, 2, 2)
-    for rank in (*mesh.group(3, ("mp",)), *mesh.groups(("pp", "mp"))[1], mesh.index(5, "dp")):
+    for rank in (*mesh.group(3, ("tp",)), *mesh.groups(("pp", "tp"))[1], mesh.index(5, "dp")):
         assert type(rank) is int
 
 
@@ -78,7 +78,7 @@ def test_rank_outside_the_mesh_is_refused_with_the_layout() -> None:
     with pytest.raises(UserError, match=r"rank 4 .* DP2/MP2, which has 4 ranks"):
         Mesh(2, 2).index(4, "dp")
     with pytest.raises(UserError, match="rank -1"):
-        Mesh(2, 2).group(-1, ("mp",))
+        Mesh(2, 2).group(-1, ("tp",))
     assert not Mesh(2, 2).holds(4)
 
 

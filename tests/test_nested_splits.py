@@ -49,15 +49,15 @@ def moe_specs(
             )
         )
 
-    add("model.embed_tokens.weight", (vocabulary, hidden), "first", Split("mp", 0))
+    add("model.embed_tokens.weight", (vocabulary, hidden), "first", Split("tp", 0))
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}."
         add(prefix + "input_layernorm.weight", (hidden,), layer)
         for name, count in (("q", queries), ("k", kv), ("v", kv)):
-            split = Split("mp", 0, head_dim, replicate=name != "q")
+            split = Split("tp", 0, head_dim, replicate=name != "q")
             add(f"{prefix}self_attn.{name}_proj.weight", (count * head_dim, hidden), layer, split)
         shape = hidden, queries * head_dim
-        add(prefix + "self_attn.o_proj.weight", shape, layer, Split("mp", 1, head_dim))
+        add(prefix + "self_attn.o_proj.weight", shape, layer, Split("tp", 1, head_dim))
         add(prefix + "post_attention_layernorm.weight", (hidden,), layer)
         add(prefix + "mlp.gate.weight", (experts, hidden), layer)
         for name, shape_of, dim in (
@@ -65,9 +65,9 @@ def moe_specs(
             ("up_proj", (experts, inner, hidden), 1),
             ("down_proj", (experts, hidden, inner), 2),
         ):
-            splits = Split("ep", 0), Split("emp", dim)
+            splits = Split("ep", 0), Split("etp", dim)
             add(f"{prefix}mlp.experts.{name}.weight", shape_of, layer, *splits)
-    add("lm_head.weight", (vocabulary, hidden), "last", Split("mp", 0))
+    add("lm_head.weight", (vocabulary, hidden), "last", Split("tp", 0))
     return tuple(specs)
 
 
@@ -88,19 +88,19 @@ def sliced(spec: ParameterSpec, mesh: Mesh, rank: int) -> np.ndarray:
 
 
 NESTED = (
-    ParameterSpec("two dims", (8, 6, 5), (Split("ep", 0), Split("emp", 2)), position=0, decay=True),
-    ParameterSpec("one dim", (13, 3), (Split("ep", 0), Split("emp", 0)), position=0, decay=True),
-    ParameterSpec("dense", (7, 9), (Split("mp", 0), Split("dp", 0)), position=0, decay=True),
-    ParameterSpec("heads", (8, 3), (Split("dp", 1), Split("mp", 0, 2, True)), position=0, decay=True),
-    ParameterSpec("joined", (13, 5), (Split("mp", 1), Split("dp+cp", 0)), position=0, decay=True),
-    ParameterSpec("few", (2, 3, 2), (Split("ep", 0), Split("emp", 1)), position=0, decay=True),
+    ParameterSpec("two dims", (8, 6, 5), (Split("ep", 0), Split("etp", 2)), position=0, decay=True),
+    ParameterSpec("one dim", (13, 3), (Split("ep", 0), Split("etp", 0)), position=0, decay=True),
+    ParameterSpec("dense", (7, 9), (Split("tp", 0), Split("dp", 0)), position=0, decay=True),
+    ParameterSpec("heads", (8, 3), (Split("dp", 1), Split("tp", 0, 2, True)), position=0, decay=True),
+    ParameterSpec("joined", (13, 5), (Split("tp", 1), Split("dp+cp", 0)), position=0, decay=True),
+    ParameterSpec("few", (2, 3, 2), (Split("ep", 0), Split("etp", 1)), position=0, decay=True),
 )  # fmt: skip
 MESHES = [
     Mesh(1, 1),
     Mesh(4, 2, 1, ep=4),
-    Mesh(2, 4, 1, ep=2, emp=2),
-    Mesh(2, 4, 1, ep=4, emp=2),
-    Mesh(8, 1, 1, emp=4),
+    Mesh(2, 4, 1, ep=2, etp=2),
+    Mesh(2, 4, 1, ep=4, etp=2),
+    Mesh(8, 1, 1, etp=4),
     Mesh(2, 2, 1, 3),
 ]
 
@@ -134,7 +134,7 @@ def check_boxes(spec: ParameterSpec, mesh: Mesh) -> None:
 
 def test_one_axis_cannot_cut_two_dims() -> None:
     with pytest.raises(ValueError, match="twice over one axis"):
-        ParameterSpec("w", (4, 4), (Split("mp", 0), Split("mp", 1)), position=0, decay=True)
+        ParameterSpec("w", (4, 4), (Split("tp", 0), Split("tp", 1)), position=0, decay=True)
 
 
 def test_nested_splits_reshard_bit_for_bit(subtests: pytest.Subtests) -> None:
@@ -150,10 +150,10 @@ def test_nested_splits_reshard_bit_for_bit(subtests: pytest.Subtests) -> None:
 
 def random_mesh(choose: random.Random, stages: tuple[int, ...]) -> Mesh:
     while True:
-        dp, mp, ep, emp = (choose.choice((1, 2, 4)) for _ in range(4))
+        dp, tp, ep, etp = (choose.choice((1, 2, 4)) for _ in range(4))
         pp = choose.choice(stages)
-        if dp * mp % (ep * emp) == 0 and dp * mp * pp <= 16:
-            return Mesh(dp, mp, pp, ep=ep, emp=emp)
+        if dp * tp % (ep * etp) == 0 and dp * tp * pp <= 16:
+            return Mesh(dp, tp, pp, ep=ep, etp=etp)
 
 
 def test_experts_move_between_any_two_meshes_and_no_byte_that_need_not() -> None:
@@ -176,7 +176,7 @@ def test_experts_move_between_any_two_meshes_and_no_byte_that_need_not() -> None
     "train, infer",
     [
         (Mesh(32, 4, 8, ep=32), Mesh(128, 8, ep=8)),
-        (Mesh(64, 4, 4, ep=64, emp=2), Mesh(64, 16, ep=64)),
+        (Mesh(64, 4, 4, ep=64, etp=2), Mesh(64, 16, ep=64)),
     ],
     ids=str,
 )

@@ -141,5 +141,5 @@ def test_the_users_groups_take_a_third_of_a_full_cache_for_each_sample(
     assert round(cache.slots * (2048 + 512) * a_position / 2**20) == before
     assert round(num_bytes / 2**20) == after
     # The user's penalty needs to know the tokens that were seen, by slot.
-    seen = -(-plan.model.vocab_size // plan.infer.mesh.mp) * cache.slots
+    seen = -(-plan.model.vocab_size // plan.infer.mesh.tp) * cache.slots
     assert penalised == num_bytes + 4 * seen

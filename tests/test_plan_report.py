@@ -23,7 +23,7 @@ CONFIG = ROOT / "examples" / "grpo" / "tiny_arithmetic" / "grpo_config.yaml"
 
 
 def spec_of(layer: int) -> ParameterSpec:
-    splits = (Split("mp", 0),)
+    splits = (Split("tp", 0),)
     return ParameterSpec(f"layer{layer}", (8, 10), splits, position=layer, decay=True)
 
 

@@ -70,7 +70,7 @@ def decoder_specs(
         unit: int = 1,
         replicate: bool = False,
     ) -> None:
-        splits = () if dim is None else (Split("mp", dim, unit, replicate),)
+        splits = () if dim is None else (Split("tp", dim, unit, replicate),)
         fused = re.sub(r"\.([qkv]|gate|up)_proj\.", ".fused.", name)
         specs.append(
             ParameterSpec(
@@ -255,9 +255,9 @@ def check_sizes(
 
 def drawn_mesh(choose: random.Random, stages: tuple[int, ...]) -> Mesh:
     while True:
-        dp, mp, pp = choose.randint(1, 8), choose.choice((1, 2, 4, 8)), choose.choice(stages)
-        if dp * mp * pp <= 8:
-            return Mesh(dp, mp, pp)
+        dp, tp, pp = choose.randint(1, 8), choose.choice((1, 2, 4, 8)), choose.choice(stages)
+        if dp * tp * pp <= 8:
+            return Mesh(dp, tp, pp)
 
 
 def pairs() -> Iterator[tuple[Mesh, Mesh]]:
@@ -366,8 +366,8 @@ def test_the_design_layout_keeps_its_stage_and_fetches_the_other() -> None:
 
 
 def test_parts_that_are_cut_along_different_dims_meet() -> None:
-    rows = ParameterSpec("w", (7, 10), (Split("mp", 0),), position="first", decay=True)
-    columns = replace(rows, splits=(Split("mp", 1),))
+    rows = ParameterSpec("w", (7, 10), (Split("tp", 0),), position="first", decay=True)
+    columns = replace(rows, splits=(Split("tp", 1),))
     source, target = (Layout.of(Mesh(2, 4), (spec,)) for spec in (rows, columns))
     plan = plan_reshard(source, target)
     run_moves(plan)

@@ -120,13 +120,13 @@ def test_a_layer_is_computed_forward_and_once_more_in_any_stage_that_recomputes_
             assert roofline._chunk(share, micro_batch, own, True).flops == passes * forward.flops
 
 
-@pytest.mark.parametrize("dp, mp, pp", [(8, 1, 1), (2, 4, 1), (1, 4, 2), (1, 1, 4), (2, 2, 2)])
+@pytest.mark.parametrize("dp, tp, pp", [(8, 1, 1), (2, 4, 1), (1, 4, 2), (1, 1, 4), (2, 2, 2)])
 def test_all_ranks_together_have_the_models_products_in_any_layout(
-    dp: int, mp: int, pp: int
+    dp: int, tp: int, pp: int
 ) -> None:
     words = [
         word
-        for axis, size in (("data_parallel", dp), ("model_parallel", mp), ("pipeline_stage", pp))
+        for axis, size in (("data_parallel", dp), ("model_parallel", tp), ("pipeline_stage", pp))
         for word in (f"--actor_config.parallel_config.{axis}", str(size))
     ]
     plan = planned(*words)
@@ -137,7 +137,7 @@ def test_all_ranks_together_have_the_models_products_in_any_layout(
     )
     matrices = 3584 * (28 + 2 * 4) * 128 + 28 * 128 * 3584 + 3 * 3584 * 18944
     whole = 28 * (matrices + (28 + 2 * 4) * 128 + 2 * 3584) + 3584
-    assert counted * mp * dp == pytest.approx(2 * 64 * whole)
+    assert counted * tp * dp == pytest.approx(2 * 64 * whole)
 
 
 def test_stages_wait_for_one_another_as_long_as_the_schedule_says() -> None:
@@ -339,8 +339,8 @@ def test_experts_are_dealt_to_ranks_and_split_tokens_where_the_model_is_split(
     found = [choice.plan for choice in layouts.ranked(loaded, plan, 60)]
     assert {own.train.mesh.ep for own in found} == {1, 4}
     for own in found:
-        assert own.train.splits_tokens == (own.train.mesh.mp > 1)
-        assert own.infer.mesh.ep == own.infer.mesh.mp
+        assert own.train.splits_tokens == (own.train.mesh.tp > 1)
+        assert own.infer.mesh.ep == own.infer.mesh.tp
         # An exchange is counted where experts are dealt out, and the products are the same.
         sent = RankShare(own, own.train, BF16).forward(64, 0, 1).sent
         assert (sent > 0) == (own.train.mesh.ep > 1)

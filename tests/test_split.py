@@ -31,13 +31,13 @@ def spec_of(
     position: Position = "first",
     name: str = "w",
 ) -> ParameterSpec:
-    splits = () if dim is None else (Split("mp", dim, unit, replicate),)
+    splits = () if dim is None else (Split("tp", dim, unit, replicate),)
     return ParameterSpec(name, shape, splits, position=position, decay=True)
 
 
 def boxes_of(spec: ParameterSpec, ways: int) -> list[Box]:
     """By the ranks of a model group."""
-    return [box_of(spec, Mesh(1, ways), {"mp": index}) for index in range(ways)]
+    return [box_of(spec, Mesh(1, ways), {"tp": index}) for index in range(ways)]
 
 
 def num_replicas(spec: ParameterSpec, ways: int) -> int:
@@ -46,7 +46,7 @@ def num_replicas(spec: ParameterSpec, ways: int) -> int:
 
 
 SPLITS = [
-    spec_of((13, 6), 0, name="vocabulary no mp divides"),
+    spec_of((13, 6), 0, name="vocabulary no tp divides"),
     spec_of((3, 2), 0, name="fewer rows than ranks"),
     spec_of((5, 16), 1, name="columns"),
     spec_of((16, 3), 0, unit=2, name="eight heads"),
@@ -259,13 +259,13 @@ def test_held_by_and_ranks_by_box_agree(mesh: Mesh) -> None:
     }
     assert held == told
     for (name, rank), box in held.items():
-        assert box == boxes_of(layout.by_name[name], mesh.mp)[mesh.index(rank, "mp")] and box.size
+        assert box == boxes_of(layout.by_name[name], mesh.tp)[mesh.index(rank, "tp")] and box.size
         assert mesh.index(rank, "pp") in layout.stages_of(name)
 
 
 def test_one_replica_holds_everything() -> None:
     layout = small_layout(Mesh(2, 2, 2))
-    for replica in layout.mesh.groups(("pp", "mp")):
+    for replica in layout.mesh.groups(("pp", "tp")):
         for spec in layout.specs:
             seen = np.zeros(spec.shape, int)
             for rank in replica:

@@ -127,7 +127,7 @@ def streamed(backend: ThreadBackend, config: DecoderConfig, meshes: tuple[Mesh, 
         (Mesh(1, 1), Mesh(1, 1)),
         (Mesh(1, 2, 2), Mesh(2, 2, 1)),
         (Mesh(1, 4, 1), Mesh(4, 1, 1)),
-        (Mesh(2, 1, 2, ep=2), Mesh(1, 4, 1, emp=4)),
+        (Mesh(2, 1, 2, ep=2), Mesh(1, 4, 1, etp=4)),
     ],
     ids=str,
 )
@@ -137,7 +137,7 @@ def test_owners_get_every_tensor_whole_and_bit_for_bit_from_any_layout(
     expected = whole_model(config)
     by_rank = run(meshes[0].size, streamed, config, meshes)
     for rank, (tensors, groups, _) in enumerate(by_rank):
-        if rank % meshes[1].mp:
+        if rank % meshes[1].tp:
             assert not tensors and not groups
             continue
         assert list(tensors) == [name for group in groups for name in group]

@@ -15,8 +15,8 @@ class ExpertInputs(NamedTuple):
 
     int32 `topk_ids` [L, N, K], -1 of none; the slots and rows of them, `order` [L, S], `counts` [L, experts of this
     rank] and `home` [L, N, K]. Where experts are spread over ranks, S = ep C: C rows that are sent to each rank of
-    other experts, those of one expert beside each other. `by_expert` [L, emp S] are the arrived rows in the order of
-    this rank's experts, and `as_arrived` [L, emp S] are their places in it, -1 where nothing is; [L, 1] elsewhere.
+    other experts, those of one expert beside each other. `by_expert` [L, etp S] are the arrived rows in the order of
+    this rank's experts, and `as_arrived` [L, etp S] are their places in it, -1 where nothing is; [L, 1] elsewhere.
     `balance` float32 is expert_routes.balance, [L, 1] without.
     """
 
@@ -33,16 +33,16 @@ class ExpertInputs(NamedTuple):
 
 
 class ExpertSpread(NamedTuple):
-    """How experts are spread: `ep` ranks have other ones, `emp` ranks each other columns; this rank is number `member`
-    of both, counted along `emp` first."""
+    """How experts are spread: `ep` ranks have other ones, `etp` ranks each other columns; this rank is number `member`
+    of both, counted along `etp` first."""
 
     ep: int
-    emp: int
+    etp: int
     member: int
 
     @property
     def size(self) -> int:
-        return self.ep * self.emp
+        return self.ep * self.etp
 
 
 # Rows that a rank may get in multiples of an even share: few, as each is a graph of its own.
@@ -91,11 +91,11 @@ def plan_spread(
     order = _empty(layers, spread.ep * rows)
     home = _empty(layers, topk_ids[0].size)
     by_expert, as_arrived = (_empty(layers, spread.size * rows) for _ in range(2))
-    first = spread.member // spread.emp * experts
-    # [emp, ep, L, own experts], as rows arrive.
-    arriving = sent.reshape(spread.ep, spread.emp, layers, -1)[..., first : first + experts]
+    first = spread.member // spread.etp * experts
+    # [etp, ep, L, own experts], as rows arrive.
+    arriving = sent.reshape(spread.ep, spread.etp, layers, -1)[..., first : first + experts]
     arriving = arriving.swapaxes(0, 1).astype(np.int64)
-    blocks = np.arange(spread.size).reshape(spread.emp, spread.ep, 1) * rows
+    blocks = np.arange(spread.size).reshape(spread.etp, spread.ep, 1) * rows
     for layer, own in enumerate(topk_ids.reshape(layers, -1)):
         slots = _by_expert(own)
         owner = own[slots] // experts

@@ -123,13 +123,13 @@ class StageExperts:
         own = [i for chunk in shard.chunks for i in chunk.layers if i in with_experts]
         self.moe, self.num_layers = moe, len(with_experts)
         self.layers = [with_experts.index(i) for i in own]
-        self.world, axes = backend.world, ("dp", "cp", "mp")
+        self.world, axes = backend.world, ("dp", "cp", "tp")
         self.same_layers = backend.group(mesh.group(rank, axes)) if own else None
         self.share = ALL_TOKENS
         if shard.token_shares > 1:
             self.share = TokenShare(shard.group.index, shard.token_shares)
-        self.group = shard.expert_groups["ep", "emp"]
-        self.spread = ExpertSpread(mesh.ep, mesh.emp, self.group.index)
+        self.group = shard.expert_groups["ep", "etp"]
+        self.spread = ExpertSpread(mesh.ep, mesh.etp, self.group.index)
 
     def replayed(self, rollout: Rollout) -> StepExperts | None:
         """Takes the generator's routes; None without."""

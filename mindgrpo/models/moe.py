@@ -1,6 +1,6 @@
 """A feed-forward of experts, of which each token passes a few (arXiv:1701.06538), spread over the ranks of its groups.
 
-Along `ep` ranks have other experts, along `emp` other columns of the same ones. A token's results come back to the rank
+Along `ep` ranks have other experts, along `etp` other columns of the same ones. A token's results come back to the rank
 that has the token, which adds them in the order of its slots: dealing experts to ranks changes no bit of the sum.
 """
 
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Cell):
         self.experts: nn.Cell = experts
         if not reads_plan:
             self.experts = ChosenExperts(shard, experts, moe)
-        elif shard.expert_groups["ep", "emp"].size > 1:
+        elif shard.expert_groups["ep", "etp"].size > 1:
             self.experts = SpreadExperts(shard, experts)
         self.take = shard.cell(kernels.take_rows)
         self.balances = reads_plan and not chooses and moe.balance_coef > 0
@@ -149,7 +149,7 @@ class SpreadExperts(nn.Cell):
         self.experts = experts
         self.exchange = shard.cell(ExchangeRows, shard.expert_groups["ep",])
         self.take = shard.cell(shard.kernels.take_rows)
-        columns, in_float32 = shard.expert_groups["emp",], shard.backend.sums_in_float32
+        columns, in_float32 = shard.expert_groups["etp",], shard.backend.sums_in_float32
         self.is_cut = columns.size > 1
         if self.is_cut:
             self.gather = shard.cell(GatherTokens, columns, in_float32)
@@ -177,7 +177,7 @@ class ChosenExperts(nn.Cell):
         super().__init__()
         kernels, own = shard.kernels, shard.experts()
         assert own is not None
-        group = shard.expert_groups["ep", "emp"]
+        group = shard.expert_groups["ep", "etp"]
         self.experts, self.size, self.index = experts, group.size, group.index
         self.first, self.count, self.slots = own.first, own.count, moe.per_token
         self.sort = shard.cell(kernels.sort_slots, replace(routing(moe), num_experts=own.count))

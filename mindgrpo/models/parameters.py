@@ -11,7 +11,7 @@ from mindgrpo.parallel.sharding import ParameterSpec, Split
 from mindgrpo.weights.expert_files import ADDENDS, BIAS
 
 # Of gradients of which each rank of a model group sees a part.
-PARTIAL = DENSE_DATA | {"mp"}
+PARTIAL = DENSE_DATA | {"tp"}
 
 
 def parameter_specs(
@@ -26,7 +26,7 @@ def parameter_specs(
     # Kept [vocabulary, hidden]: rows are gathered by token id.
     table: dict[str, Any] = {
         "shape": (config.vocab_size, config.hidden_size),
-        "splits": (Split("mp", 0),),
+        "splits": (Split("tp", 0),),
         "decay": True,
     }
     first: Any = "first_and_last" if tied else "first"
@@ -90,7 +90,7 @@ def _attention_specs(
         # Keys and values may have fewer heads than there are ranks.
         if shared := name[0] in "kv":
             options["summed_over"] = PARTIAL
-        is_matrix, splits = len(shape) > 1, (Split("mp", dim, unit, shared),)
+        is_matrix, splits = len(shape) > 1, (Split("tp", dim, unit, shared),)
         options |= {"position": layer, "decay": is_matrix, "transposed": is_matrix}
         return ParameterSpec(prefix + name, shape, splits, **options)
 
@@ -126,7 +126,7 @@ def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> li
         name: str, shape: tuple[int, int], unit: int = 0, dim: int = 0, fused_key: str = ""
     ) -> ParameterSpec:
         """With a `unit`, split by heads that are so wide."""
-        split: dict[str, Any] = {"splits": (Split("mp", dim, unit),)} if unit else {}
+        split: dict[str, Any] = {"splits": (Split("tp", dim, unit),)} if unit else {}
         options: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
         options |= {"fused_key": fused_key}
         options |= split or {"summed_over": PARTIAL}
@@ -166,7 +166,7 @@ def _dense_specs(
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
     if whole_of is not None:
         more["summed_over"] = whole_of
-    rows, columns = (() if whole_of else (Split("mp", dim),) for dim in (0, 1))
+    rows, columns = (() if whole_of else (Split("tp", dim),) for dim in (0, 1))
     fused: dict[str, Any] = {"splits": rows, "fused_key": f"{prefix}gate_up_proj.weight", **more}
     return [
         ParameterSpec(f"{prefix}gate_proj.weight", (inner, hidden), **fused),
@@ -185,7 +185,7 @@ def _expert_specs(
     inward, outward = (moe.num_experts, moe.inner, hidden), (moe.num_experts, hidden, moe.inner)
 
     def experts(name: str, shape: tuple[int, ...], dim: int, fused_key: str = "") -> ParameterSpec:
-        splits = (Split("ep", 0), Split("emp", dim))
+        splits = (Split("ep", 0), Split("etp", dim))
         options = {"summed_over": EXPERT_DATA, "fused_key": fused_key, **more}
         return ParameterSpec(f"{prefix}experts.{name}_proj.weight", shape, splits, **options)
 

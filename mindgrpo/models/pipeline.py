@@ -351,7 +351,7 @@ def record_log_probs(
         batches = pipeline.batches_of(packed)
         results, experts = pipeline.record(batches, packed)
         samples = by_sample(batches, results, pipeline.shard.context_group)
-        if mesh.group(backend.rank, ("cp", "mp"))[0] == backend.rank:
+        if mesh.group(backend.rank, ("cp", "tp"))[0] == backend.rank:
             own = {i: logps for i, (logps, _) in samples.items()}
     merged: dict[int, np.ndarray] = {}
     for logps_of_rank in backend.world.gather_objects(own):

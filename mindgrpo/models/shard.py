@@ -152,15 +152,15 @@ class Shard:
         self.config = config
         self.weights = weights
         self.backend = backend
-        self.group: Group = backend.group(mesh.group(weights.rank, ("mp",)))
+        self.group: Group = backend.group(mesh.group(weights.rank, ("tp",)))
         # Ranks that share rows of tokens.
         self.context_group: Group = backend.group(mesh.group(weights.rank, ("cp",)))
         # Ranks with other experts, with other parts of the same ones, and both.
         experts = {
-            axes: mesh.group(weights.rank, axes) for axes in (("ep",), ("emp",), ("ep", "emp"))
+            axes: mesh.group(weights.rank, axes) for axes in (("ep",), ("etp",), ("ep", "etp"))
         }
         self.expert_groups = {axes: backend.group(ranks) for axes, ranks in experts.items()}
-        tp_size = mesh.mp
+        tp_size = mesh.tp
         self.token_shares = layout.token_shares
         self._chunks = layout.stage_layers[mesh.index(weights.rank, "pp")]
         # Of the first chunk; cells of others are made with `chunks`.
@@ -171,7 +171,7 @@ class Shard:
         self.kv_copies = max(1, tp_size // config.num_key_value_heads)
         self.local_vocab = local_vocabulary(config, tp_size)
         self.kernels = backend.kernels
-        self.first_token = self.local_vocab * mesh.index(weights.rank, "mp")
+        self.first_token = self.local_vocab * mesh.index(weights.rank, "tp")
         # Trained roles have gradients for exactly these, in this order.
         self.parameters = weights.parameters
         self._adapters = adapters
@@ -369,7 +369,7 @@ class Shard:
         return np.where(ids < self.config.vocab_size, 0.0, NEVER).astype(np.float32)[None]
 
     def heads(self) -> Heads:
-        return local_heads(self.config, self.weights.layout.mesh.mp)
+        return local_heads(self.config, self.weights.layout.mesh.tp)
 
     def attended_heads(self) -> Heads:
         """Returns heads as attention gets them: of a model that is not trained, the product adds the bias."""
@@ -380,7 +380,7 @@ class Shard:
         """Returns heads as the plain decoder caches them, and its attention gets them, as attended_heads are."""
         if self.config.latent is None:
             return self.attended_heads()
-        return cached_heads(self.config, self.weights.layout.mesh.mp)
+        return cached_heads(self.config, self.weights.layout.mesh.tp)
 
     def vocabulary(self, temperature: float = 1.0) -> Vocabulary:
         real = min(self.local_vocab, max(0, self.config.vocab_size - self.first_token))

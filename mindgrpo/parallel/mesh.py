@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from mindgrpo.errors import UserError
 
 # Axes from the outermost on: neighbours along the last one are adjacent ranks.
-DENSE = ("pp", "dp", "cp", "mp")
-# The ranks of a stage folded anew: edp * ep * emp = dp * cp * mp.
-EXPERT = ("pp", "edp", "ep", "emp")
+DENSE = ("pp", "dp", "cp", "tp")
+# The ranks of a stage folded anew: edp * ep * etp = dp * cp * tp.
+EXPERT = ("pp", "edp", "ep", "etp")
 # Axes whose ranks see other tokens: all gradients are sums over those of their view.
 DATA_AXES = frozenset(("dp", "cp", "edp"))
 DENSE_DATA, EXPERT_DATA = DATA_AXES.intersection(DENSE), DATA_AXES.intersection(EXPERT)
@@ -27,10 +27,10 @@ DENSE_DATA, EXPERT_DATA = DATA_AXES.intersection(DENSE), DATA_AXES.intersection(
 CONFIG_KEYS = {
     "dp": "data_parallel",
     "cp": "context_parallel",
-    "mp": "model_parallel",
+    "tp": "model_parallel",
     "pp": "pipeline_stage",
     "ep": "expert_parallel",
-    "emp": "expert_tensor_parallel",
+    "etp": "expert_tensor_parallel",
 }
 
 
@@ -48,11 +48,11 @@ class Mesh:
     """`spacing` is the distance between neighbouring ranks: with 4, of four ranks each the first is in the mesh."""
 
     dp: int
-    mp: int
+    tp: int
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    emp: int = 1
+    etp: int = 1
     spacing: int = 1
 
     def __post_init__(self) -> None:
@@ -63,17 +63,17 @@ class Mesh:
                     f"{key} is {value!r}, but the axes of a layout are whole numbers from 1 up; "
                     f"set {key} to 1 or more in the parallel_config."
                 )
-        stage = self.dp * self.cp * self.mp
-        if stage % (self.ep * self.emp):
+        stage = self.dp * self.cp * self.tp
+        if stage % (self.ep * self.etp):
             raise UserError(
-                f"expert_parallel {self.ep} x expert_tensor_parallel {self.emp} does not divide the {stage} ranks of a "
+                f"expert_parallel {self.ep} x expert_tensor_parallel {self.etp} does not divide the {stage} ranks of a "
                 "stage (data_parallel x context_parallel x model_parallel); lower one of them in the parallel_config."
             )
 
     @property
     def edp(self) -> int:
         """Counts the ranks of a stage that hold the same experts."""
-        return self.dp * self.cp * self.mp // (self.ep * self.emp)
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size_of(self, axes: Iterable[str]) -> int:
         return prod(getattr(self, axis) for axis in axes)
@@ -90,7 +90,7 @@ class Mesh:
     @property
     def first_ranks(self) -> Mesh:
         """Returns the mesh of the first ranks of the replicas of a mesh without pipeline stages."""
-        return Mesh(self.dp, 1, spacing=self.mp)
+        return Mesh(self.dp, 1, spacing=self.tp)
 
     def ranks(self, view: tuple[str, ...] = DENSE) -> NDArray[np.int64]:
         """Returns the ranks as an array with one dim for each axis of `view`."""
@@ -130,7 +130,7 @@ class Mesh:
         return list(dict.fromkeys(groups))
 
     def __str__(self) -> str:
-        text = f"DP{self.dp}/MP{self.mp}"
+        text = f"DP{self.dp}/MP{self.tp}"
         text += f"/PP{self.pp}" if self.pp > 1 else ""
         text += f"/CP{self.cp}" if self.cp > 1 else ""
-        return text + (f"/EP{self.ep}/EMP{self.emp}" if self.ep * self.emp > 1 else "")
+        return text + (f"/EP{self.ep}/EMP{self.etp}" if self.ep * self.etp > 1 else "")

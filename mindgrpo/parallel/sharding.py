@@ -324,7 +324,7 @@ class Layout:
     @property
     def token_shares(self) -> int:
         """Counts the shares of tokens that the ranks of a model group have between products."""
-        return self.mesh.mp if self.splits_tokens else 1
+        return self.mesh.tp if self.splits_tokens else 1
 
     @property
     def num_layers(self) -> int:

@@ -356,7 +356,7 @@ def update_need(plan: RunPlan) -> UpdateBytes:
 
 
 def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
-    model, tp_size = plan.model, layout.mesh.mp
+    model, tp_size = plan.model, layout.mesh.tp
     block = Block(
         model.hidden_size,
         local_inner(model, tp_size),
@@ -364,7 +364,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
         is_silu=model.activation == "silu",
         has_out_norms=bool(model.family.norms.attention_out or model.family.norms.mlp_out),
         experts=local_experts(model, layout.mesh.ep, 0),
-        expert_columns=layout.mesh.emp,
+        expert_columns=layout.mesh.etp,
         shared=model.moe.shared_inner if model.moe else 0,
         beside_heads=_beside_heads(model, tp_size),
         has_frozen_experts=layout is plan.train and plan.lora is not None,
@@ -458,7 +458,7 @@ def _rollout_bytes(plan: RunPlan) -> int:
     keeps = keeps_slots(plan.config.context.target) and not missing_options(plan.model)
     if plan.config.generate_config.uses_vllm or keeps:
         return 0
-    cache, heads = plan.cache_config, cached_heads(plan.model, plan.infer.mesh.mp)
+    cache, heads = plan.cache_config, cached_heads(plan.model, plan.infer.mesh.tp)
     prompts = MicroShape(cache.prompts_at_once, cache.max_prompt, 1)
     graphs = graphs_of(plan, plan.infer, prompts)
     length, attention = cache.longest, 0

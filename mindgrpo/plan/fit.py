@@ -209,7 +209,7 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
     """Proposes finer layouts of the trainer, whose rows are shared out where they are long, and of the generator; then
     more devices, for more stages and replicas."""
     train, infer = plan.train.mesh, plan.infer.mesh
-    now = train.mp, train.pp, train.cp
+    now = train.tp, train.pp, train.cp
     degrees = itertools.product(MODEL_DEGREES, STAGE_DEGREES, context_degrees(plan))
     for model, stages, context in degrees:
         data, left_over = divmod(train.size, model * stages * context)
@@ -224,7 +224,7 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
         steps = sum(abs(new.bit_length() - old.bit_length()) for new, old in changed)
         cost = f"trains in {finer} instead of {train}: more exchange between ranks"
         yield Change("layout", 4 + steps, values, cost)
-    for model in (degree for degree in MODEL_DEGREES if degree > infer.mp):
+    for model in (degree for degree in MODEL_DEGREES if degree > infer.tp):
         if infer.size % model == 0:
             data = infer.size // model
             values = {**layout_values("generate_config", data, model), **kept_samples(plan)}
@@ -234,7 +234,7 @@ def _layouts(plan: RunPlan) -> Iterator[Change]:
             yield Change("generator layout", 4, values, cost)
     for times in (2, 4, 8):
         values = {
-            **layout_values("actor_config", train.dp, train.mp, train.pp * times),
+            **layout_values("actor_config", train.dp, train.tp, train.pp * times),
             "generate_config.parallel_config.data_parallel": infer.dp * times,
             **kept_samples(plan),
         }

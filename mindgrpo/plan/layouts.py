@@ -98,7 +98,7 @@ def _fitting(loaded: Loaded, plan: RunPlan, values: Values) -> Choice | None:
             continue
         chosen = {**values, **saving}
         other = with_values(loaded, plan, chosen)
-        if SEQUENCE in saving and other.train.mesh.mp == 1:
+        if SEQUENCE in saving and other.train.mesh.tp == 1:
             continue
         if ZERO in saving and not other.shards_optimizer:
             continue
@@ -124,10 +124,10 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
     if moe is not None:
         experts = sorted({n for n in EXPERT_DEGREES if moe.num_experts % n == 0} | {now.mesh.ep})
     axes = MODEL_DEGREES, STAGE_DEGREES, context_degrees(plan), sorted({1, 2, now.num_chunks})
-    for mp, pp, cp, chunks, infer_mp, ep in itertools.product(*axes, MODEL_DEGREES, experts):
-        if world % (mp * pp * cp) or world % infer_mp or (chunks > 1 and pp == 1):
+    for tp, pp, cp, chunks, infer_tp, ep in itertools.product(*axes, MODEL_DEGREES, experts):
+        if world % (tp * pp * cp) or world % infer_tp or (chunks > 1 and pp == 1):
             continue
-        asked = _values(plan, (world // (mp * pp * cp), mp, pp, cp, chunks), infer_mp, ep)
+        asked = _values(plan, (world // (tp * pp * cp), tp, pp, cp, chunks), infer_tp, ep)
         values = {key: value for key, value in asked.items() if known[key] != value}
         try:
             other = with_values(loaded, plan, values)
@@ -137,12 +137,12 @@ def _alternatives(loaded: Loaded, plan: RunPlan) -> Iterator[tuple[Values, RunPl
             yield values, other
 
 
-def _values(plan: RunPlan, train: tuple[int, int, int, int, int], infer_mp: int, ep: int) -> Values:
+def _values(plan: RunPlan, train: tuple[int, int, int, int, int], infer_tp: int, ep: int) -> Values:
     """Returns the keys of a layout, with those that keep the numbers of samples and updates."""
-    infer_dp, has_reference = plan.world_size // infer_mp, plan.reference is not None
+    infer_dp, has_reference = plan.world_size // infer_tp, plan.reference is not None
     values = {
         **layout_values("actor_config", *train),
-        **layout_values("generate_config", infer_dp, infer_mp),
+        **layout_values("generate_config", infer_dp, infer_tp),
     }
     if infer_dp != plan.infer.mesh.dp:
         values |= kept_samples(plan)
@@ -151,13 +151,13 @@ def _values(plan: RunPlan, train: tuple[int, int, int, int, int], infer_mp: int,
         values[f"{TRAIN}.micro_batch_num"] = None
         values["rl_config.updates_per_rollout"] = plan.batch.updates_per_rollout
     if has_reference:
-        values |= layout_values("ref_config", infer_dp, infer_mp, 1, 1, 1)
+        values |= layout_values("ref_config", infer_dp, infer_tp, 1, 1, 1)
     if plan.model.moe is not None:
         # The embedded generator deals them to all ranks of a replica.
-        dealt = 1 if plan.config.generate_config.uses_vllm else infer_mp
+        dealt = 1 if plan.config.generate_config.uses_vllm else infer_tp
         values |= {f"{TRAIN}.expert_parallel": ep, SEQUENCE: train[1] > 1}
         values[f"{INFER}.expert_parallel"] = dealt
         if has_reference:
-            values[f"{REFERENCE}.expert_parallel"] = infer_mp
-            values[f"{REFERENCE}.use_seq_parallel"] = infer_mp > 1
+            values[f"{REFERENCE}.expert_parallel"] = infer_tp
+            values[f"{REFERENCE}.use_seq_parallel"] = infer_tp > 1
     return values

@@ -127,7 +127,7 @@ def group_bytes(plan: RunPlan) -> int:
     groups = {tuple(range(plan.world_size))}
     for layout in (plan.train, plan.infer, plan.reference):
         if layout is not None:
-            axes = ("mp",), ("cp",), DENSE_DATA, ("pp",)
+            axes = ("tp",), ("cp",), DENSE_DATA, ("pp",)
             groups |= {layout.mesh.group(0, own) for own in axes}
     return plan.config.context.target.group_bytes * sum(len(ranks) > 1 for ranks in groups)
 

@@ -50,7 +50,7 @@ def generating_layout(
             f"{where}.expert_parallel is {layout.mesh.ep}, but vLLM (generate_config.use_vllm) cuts each expert over "
             "its workers; leave it at 1."
         )
-    mesh = replace(layout.mesh, emp=layout.mesh.mp)
+    mesh = replace(layout.mesh, etp=layout.mesh.tp)
     check_experts(mesh, model, splits_tokens=False, where=where)
     return Layout.of(mesh, layout.specs)
 
@@ -68,29 +68,29 @@ def check_experts(mesh: Mesh, model: DecoderConfig, splits_tokens: bool, where: 
     ranks that compute it; `where` is the section of its keys."""
     moe = model.moe
     if moe is None:
-        if mesh.ep * mesh.emp > 1:
+        if mesh.ep * mesh.etp > 1:
             raise UserError(
-                f"{where}: expert_parallel is {mesh.ep} and expert_tensor_parallel {mesh.emp}, but models of type "
+                f"{where}: expert_parallel is {mesh.ep} and expert_tensor_parallel {mesh.etp}, but models of type "
                 f"{model.model_type} have no experts; leave both at 1."
             )
         return
     for key, size, whole, what in (
         ("expert_parallel", mesh.ep, moe.num_experts, "experts of a layer"),
-        ("expert_tensor_parallel", mesh.emp, moe.inner, "columns of an expert"),
+        ("expert_tensor_parallel", mesh.etp, moe.inner, "columns of an expert"),
     ):
         if whole % size:
             raise UserError(
                 f"{where}.{key} is {size}, but does not divide the {whole} {what}; choose a divisor."
             )
     if where.startswith("generate_config"):
-        if mesh.mp % mesh.ep:
+        if mesh.tp % mesh.ep:
             raise UserError(
                 f"{where}.expert_parallel is {mesh.ep}, but experts are dealt to the ranks of a replica, and "
-                f"model_parallel is {mesh.mp}; choose a divisor of it."
+                f"model_parallel is {mesh.tp}; choose a divisor of it."
             )
-    elif mesh.mp > 1 and not splits_tokens:
+    elif mesh.tp > 1 and not splits_tokens:
         raise UserError(
-            f"{where}.model_parallel is {mesh.mp}, but models with experts ({model.model_type}) share out their tokens "
+            f"{where}.model_parallel is {mesh.tp}, but models with experts ({model.model_type}) share out their tokens "
             f"over these ranks; set {where}.use_seq_parallel to true, or model_parallel to 1."
         )
 

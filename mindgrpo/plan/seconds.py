@@ -228,12 +228,12 @@ class RankShare:
     def __init__(self, plan: RunPlan, layout: Layout, itemsize: int) -> None:
         self.layout, self.token_shares = layout, layout.token_shares
         self.model, self.mesh, self.itemsize = plan.model, layout.mesh, itemsize
-        model, mp = plan.model, layout.mesh.mp
+        model, tp = plan.model, layout.mesh.tp
         layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
-        self.vocabulary = model.vocab_size / mp
+        self.vocabulary = model.vocab_size / tp
         tables = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
         # Elements of a layer that a token is multiplied with, and those that are kept: of experts, and of all else.
-        self.size = (num_active_parameters(model) - tables) / layers / mp
+        self.size = (num_active_parameters(model) - tables) / layers / tp
         kept = [spec for spec in layout.specs if isinstance(spec.position, int)]
         self.experts = sum(layout.local_sizes[s.name] / layers for s in kept if len(s.shape) > 2)
         self.dense = sum(layout.local_sizes[s.name] for s in kept) / layers - self.experts
@@ -241,7 +241,7 @@ class RankShare:
         self.copies = moe.per_token * self.expert_share if moe else 0.0
         is_wide = plan.config.context.reduce_dtype == "float32"
         self.sum_bytes = FLOAT_BYTES if is_wide else itemsize
-        kv_width = 2 * max(1, model.num_key_value_heads / mp) * model.head_dim
+        kv_width = 2 * max(1, model.num_key_value_heads / tp) * model.head_dim
         if model.latent is not None:
             kv_width = model.latent.rank + model.latent.rope_dim
         self.cached = kv_width * itemsize
@@ -250,20 +250,20 @@ class RankShare:
         """Counts the elements of a layer's matrices that `tokens` use, which choose experts at random."""
         if (moe := self.model.moe) is None:
             return self.dense
-        coming = tokens / self.token_shares * self.mesh.ep * self.mesh.emp
+        coming = tokens / self.token_shares * self.mesh.ep * self.mesh.etp
         return self.dense + self.experts * (1 - (1 - moe.per_token / moe.num_experts) ** coming)
 
     def forward(self, tokens: float, pairs: float, layers: int) -> Work:
         """Counts layers without launches; `pairs` of a query with a key are those of attention in one layer."""
         mesh, hidden, own = self.mesh, self.model.hidden_size, tokens / self.token_shares
-        width = self.model.num_attention_heads * self.model.head_dim / mesh.mp
+        width = self.model.num_attention_heads * self.model.head_dim / mesh.tp
         # Norms and residuals, copies of tokens for experts, and the results of products.
         between = own * (10 + 4 * self.copies) * hidden + tokens * 5 / 3 * self.size / hidden
         # One sum for attention and one for a dense feed-forward; experts exchange copies of tokens, there and back.
-        sums = (2 - self.expert_share) * (mesh.mp > 1)
-        others = min(CAPACITIES[0], mesh.ep) * (mesh.ep - 1) / mesh.ep + (mesh.emp - 1)
+        sums = (2 - self.expert_share) * (mesh.tp > 1)
+        others = min(CAPACITIES[0], mesh.ep) * (mesh.ep - 1) / mesh.ep + (mesh.etp - 1)
         exchanged = 2 * others * own * self.copies * hidden * self.itemsize
-        calls = 2 * ((mesh.ep > 1) + (mesh.emp > 1)) * self.expert_share + (mesh.cp > 1)
+        calls = 2 * ((mesh.ep > 1) + (mesh.etp > 1)) * self.expert_share + (mesh.cp > 1)
         work = Work(
             flops=2 * tokens * self.size + 4 * pairs * width,
             weights=self.read_by(tokens) * self.itemsize,
@@ -276,7 +276,7 @@ class RankShare:
         return work * layers
 
     def head(self, picks: float) -> Work:
-        size, sums = self.vocabulary * self.model.hidden_size, 3 if self.mesh.mp > 1 else 0
+        size, sums = self.vocabulary * self.model.hidden_size, 3 if self.mesh.tp > 1 else 0
         memory = 2 * picks * self.vocabulary * FLOAT_BYTES
         return Work(2 * picks * size, size * self.itemsize, memory, sums=sums)
 
@@ -356,7 +356,7 @@ class Roofline:
             sum((self._chunk(share, micro_batch, own, trains) for own in chunks), start=Work())
             for chunks in layout.stage_layers
         ]
-        each = [self.rates.seconds(work * times, mesh.mp, self._is_native) for work in stages]
+        each = [self.rates.seconds(work * times, mesh.tp, self._is_native) for work in stages]
         by = paced(each, number, layout.num_chunks, self.rates.speeds.cores > 0)
         return PhaseSeconds(name, by, stages[-1] * (number * times))
 
@@ -377,7 +377,7 @@ class Roofline:
             return forward
         again, actor = 1.0, self.plan.config.actor_config.recompute_config
         if is_last:
-            attention = share.model.attention_size(share.mesh.mp) / share.size
+            attention = share.model.attention_size(share.mesh.tp) / share.size
             shares = {"attention": attention, "mlp": 1 - attention}
             again = sum(shares[name] for name in actor.modules) / actor.every
         gradients = 1 if self.plan.lora else 2
@@ -417,7 +417,7 @@ class Roofline:
             # One more completion of each prompt, drawn apart from the others.
             greedy = replace(self.samples, count=self.samples.prompts, group=1)
             work += self._drawing(share, greedy)
-        return self._phase("rollout", work, self.plan.infer.mesh.mp)
+        return self._phase("rollout", work, self.plan.infer.mesh.tp)
 
     def _drawing(self, share: RankShare, samples: SampleCounts) -> Work:
         cache, layers = self.plan.cache_config, share.layout.num_layers

@@ -111,11 +111,11 @@ class Replicas:
         index = self.mesh.index(self.backend.rank, "dp")
         shares = np.array_split(np.arange(len(requests)), self.mesh.dp)
         own, known = draw([requests[i] for i in shares[index].tolist()]), dict[int, RemoteSegment]()
-        owner = self.mesh.group(self.backend.rank, ("pp", "mp"))[0]
+        owner = self.mesh.group(self.backend.rank, ("pp", "tp"))[0]
         own = [sample.held_by(owner, known) for sample in own]
         tokens = digest([sample.tokens for sample in own])
         by_rank = self.backend.world.gather_objects((own if self._is_first else [], tokens))
-        for ranks in self.mesh.groups(("pp", "mp")):
+        for ranks in self.mesh.groups(("pp", "tp")):
             different = different_ranks([by_rank[rank][1] for rank in ranks])
             if different:
                 word = "rank" if len(different) == 1 else "ranks"
@@ -130,7 +130,7 @@ class Replicas:
     @property
     def _is_first(self) -> bool:
         """Returns whether this rank is the first of those that share a model with it."""
-        return self.mesh.index(self.backend.rank, "mp") == 0
+        return self.mesh.index(self.backend.rank, "tp") == 0
 
     def _draw(
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int

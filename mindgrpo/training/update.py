@@ -88,7 +88,7 @@ def _with_selection(
     micro_batches = policy.pipeline.batches_of(packed, list(members))
     results, experts = policy.pipeline.replay(micro_batches, experts)
     own = by_sample(micro_batches, results, policy.shard.context_group)
-    if mesh.group(rank, ("cp", "mp"))[0] != rank:
+    if mesh.group(rank, ("cp", "tp"))[0] != rank:
         own = {}
     merged: PerSample = {}
     for of_rank in policy.backend.world.gather_objects(own):
@@ -244,7 +244,7 @@ def update(
     own, padding, experts = accumulate_gradients(policy, batch, packed, members, weights, experts)
     rank = policy.backend.rank
     # Those that share rows, and those of a layer, have the same.
-    if policy.weights.layout.mesh.group(rank, ("cp", "mp"))[0] != rank:
+    if policy.weights.layout.mesh.group(rank, ("cp", "tp"))[0] != rank:
         own = {}
     by_rank = policy.backend.world.gather_objects((own, experts and experts.statistics))
     merged = {i: pair for samples, _ in by_rank for i, pair in samples.items()}

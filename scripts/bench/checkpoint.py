@@ -1,6 +1,6 @@
 """Seconds of saving weights and both moments on all ranks, of the copy that a background save waits for, and loading.
 
-checkpoint.py [--work W.json | --model DIR] [--train dp,mp,pp] [--infer dp,mp] [--repeats 7] [--folder DIR] prints one
+checkpoint.py [--work W.json | --model DIR] [--train dp,tp,pp] [--infer dp,tp] [--repeats 7] [--folder DIR] prints one
 JSON line; what was saved in --train's layout is loaded in --infer's. `disk_GB_per_s` is a plain write and fsync of as
 many bytes by as many ranks. Refuses to leave anything in the folder, and to count the disk's own cache as the disk:
 files are synced.

@@ -32,7 +32,7 @@ MODEL = {
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
-# (ranks, the trainer's dp, mp, pp, the generator's dp, mp)
+# (ranks, the trainer's dp, tp, pp, the generator's dp, tp)
 LAYOUTS = {
     "one rank": (1, (1, 1, 1), (1, 1)),
     "MP2": (2, (1, 2, 1), (1, 2)),

@@ -1,6 +1,6 @@
 """Memory of whole steps on ranks of one host, beside what the roles' weights must take.
 
-memory.py [--work W.json] [--train dp,mp,pp --infer dp,mp] [--steps 3] prints one JSON line. A thread of rank 0 reads
+memory.py [--work W.json] [--train dp,tp,pp --infer dp,tp] [--steps 3] prints one JSON line. A thread of rank 0 reads
 every rank's memory ten times a second and keeps the largest sum in each phase. `rss` counts the interpreter and its
 libraries once a rank, though ranks share them; `pss` counts a page that n processes share as 1/n in each. `base` is
 what the ranks take before they hold a model, and `formula` weights + gradients + Adam's moments + the generator's
@@ -29,8 +29,8 @@ FIELDS = ("Rss", "Pss")
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=launching.HERE / "work_500mb.json")
-    parser.add_argument("--train", type=launching.degrees, default=(1, 4, 2), help="dp,mp,pp")
-    parser.add_argument("--infer", type=launching.degrees, default=(2, 4), help="dp,mp")
+    parser.add_argument("--train", type=launching.degrees, default=(1, 4, 2), help="dp,tp,pp")
+    parser.add_argument("--infer", type=launching.degrees, default=(2, 4), help="dp,tp")
     parser.add_argument("--steps", type=int, default=3)
     return parser.parse_args()
 

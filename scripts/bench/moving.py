@@ -27,8 +27,8 @@ def options(description: str) -> argparse.Namespace:
     parser.add_argument("--compute_dtype", default="float32")
     parser.add_argument("--work", type=Path, default=launching.HERE / "work_500mb.json")
     parser.add_argument("--model", type=Path, help="a Hugging Face directory, instead of --work")
-    parser.add_argument("--train", type=launching.degrees, default=(1, 4, 2), help="dp,mp,pp")
-    parser.add_argument("--infer", type=launching.degrees, default=(2, 4), help="dp,mp")
+    parser.add_argument("--train", type=launching.degrees, default=(1, 4, 2), help="dp,tp,pp")
+    parser.add_argument("--infer", type=launching.degrees, default=(2, 4), help="dp,tp")
     parser.add_argument("--repeats", type=int, default=7)
     return parser.parse_args()
 

@@ -1,6 +1,6 @@
 """Seconds and memory of planning a reshard: by default Qwen2.5-72B on 1,024 ranks, DP8/MP8/PP16 to DP128/MP8.
 
-plan.py [--model DIR] [--train dp,mp,pp --infer dp,mp] prints one JSON line. Counted are the layouts, the whole plan,
+plan.py [--model DIR] [--train dp,tp,pp --infer dp,tp] prints one JSON line. Counted are the layouts, the whole plan,
 its totals and one rank's own moves, from shapes alone. Refuses to move anything: that is reshard.py.
 """
 
@@ -41,8 +41,8 @@ BF16_BYTES = 2
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="a Hugging Face directory")
-    parser.add_argument("--train", type=degrees, default=(8, 8, 16), help="dp,mp,pp")
-    parser.add_argument("--infer", type=degrees, default=(128, 8), help="dp,mp")
+    parser.add_argument("--train", type=degrees, default=(8, 8, 16), help="dp,tp,pp")
+    parser.add_argument("--infer", type=degrees, default=(128, 8), help="dp,tp")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """Seconds of a reshard on ranks of one host, beside memcpy of as many bytes by the same ranks at the same time.
 
-reshard.py [--work W.json | --model DIR] [--train dp,mp,pp --infer dp,mp] [--repeats 7] prints one JSON line. Counted
+reshard.py [--work W.json | --model DIR] [--train dp,tp,pp --infer dp,tp] [--repeats 7] prints one JSON line. Counted
 is what is written: the targets of all ranks, kept parts included. `GB_per_s` is those bytes over the median seconds;
 `memcpy_GB_per_s` the same bytes copied by the same ranks, in turn with it. The `fresh_` figures are both into memory
 that was given up before, as after an update: the system then hands out zeroed pages first. Refuses to count the first

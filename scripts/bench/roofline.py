@@ -1,6 +1,6 @@
 """The estimates of `plan` against measured steps of this machine.
 
-roofline.py --work W.json [--ranks N --train dp,mp,pp --infer dp,mp] runs step.py and prints, as one JSON line, for each
+roofline.py --work W.json [--ranks N --train dp,tp,pp --infer dp,tp] runs step.py and prints, as one JSON line, for each
 phase the seconds estimated and measured, and the error. The rates of products and of memory are measured just before
 and after, as other programs on the machine take their part of them. Refuses to fit constants to what it measures.
 """
@@ -35,8 +35,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--train", type=launching.degrees, help="dp,mp,pp (default N,1,1)")
-    parser.add_argument("--infer", type=launching.degrees, help="dp,mp (default N,1)")
+    parser.add_argument("--train", type=launching.degrees, help="dp,tp,pp (default N,1,1)")
+    parser.add_argument("--infer", type=launching.degrees, help="dp,tp (default N,1)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps")
     given = parser.parse_args()
     given.train = given.train or (given.ranks, 1, 1)

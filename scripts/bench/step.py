@@ -1,6 +1,6 @@
 """Seconds of whole GRPO steps on the product's own path: reshard, rollout, score, reference, update.
 
-step.py --work W.json [--ranks N --train dp,mp,pp --infer dp,mp] [--steps 7] prints one JSON line. Weights, prompts and
+step.py --work W.json [--ranks N --train dp,tp,pp --infer dp,tp] [--steps 7] prints one JSON line. Weights, prompts and
 rewards are random, completions exactly as long as the work file says. Refuses to count the first step, which compiles:
 it is `compile_s`.
 """
@@ -24,8 +24,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=launching.HERE / "work.json")
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--train", type=launching.degrees, help="dp,mp,pp (default N,1,1)")
-    parser.add_argument("--infer", type=launching.degrees, help="dp,mp (default N,1)")
+    parser.add_argument("--train", type=launching.degrees, help="dp,tp,pp (default N,1,1)")
+    parser.add_argument("--infer", type=launching.degrees, help="dp,tp (default N,1)")
     parser.add_argument("--steps", type=int, default=7, help="timed steps")
     parser.add_argument("--float32_matmul_precision", default="auto")
     parser.add_argument("--compute_dtype", default="float32")
@@ -35,7 +35,7 @@ def options() -> argparse.Namespace:
     given.train = given.train or (given.ranks, 1, 1)
     given.infer = given.infer or (given.ranks, 1)
     if len(given.train) != 3 or len(given.infer) != 2 or given.steps < 1:
-        refuse("--train takes dp,mp,pp, --infer takes dp,mp and --steps a number from 1 up.")
+        refuse("--train takes dp,tp,pp, --infer takes dp,tp and --steps a number from 1 up.")
     return given
 
 

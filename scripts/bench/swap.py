@@ -1,6 +1,6 @@
 """Seconds of swapping policy and optimizer to the host and back on all ranks, beside memcpy of as many bytes.
 
-swap.py [--work W.json | --model DIR] [--train dp,mp,pp] [--repeats 7] prints one JSON line. A cycle is one offload and
+swap.py [--work W.json | --model DIR] [--train dp,tp,pp] [--repeats 7] prints one JSON line. A cycle is one offload and
 one load of weights and both moments; `GB_per_s` counts each byte once a way. On a CPU the device's memory is the
 host's: pages change hands, and nothing is copied but what other ranks read in place, which stays. Refuses to call that
 a transfer: what an accelerator's swap costs is not shown here.

@@ -1,6 +1,6 @@
 """Counts what a weight sync between devices calls, copies and sends on the rank that does most: nothing is moved.
 
-sync_calls.py [--model_config M.yaml] [--train dp,mp,pp --infer dp,mp] [--bucket 256] prints one JSON line, by default
+sync_calls.py [--model_config M.yaml] [--train dp,tp,pp --infer dp,tp] [--bucket 256] prints one JSON line, by default
 of Qwen2.5-7B in bfloat16 from DP1/MP4/PP2 to DP2/MP4. The run's own code moves tensors of a shape and no memory. A
 call is one of MindSpore's operations on the device outside of graphs, views included; `checks` are those of the sums
 by which both sides are compared. `bytes` are those that are read and written in the device's memory.
@@ -153,8 +153,8 @@ def figures(model: DecoderConfig, train: Mesh, infer: Mesh, bucket_bytes: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model_config", default=ROOT / QWEN2_5_7B, help="a model's YAML")
-    parser.add_argument("--train", type=degrees, default=(1, 4, 2), help="dp,mp,pp")
-    parser.add_argument("--infer", type=degrees, default=(2, 4), help="dp,mp")
+    parser.add_argument("--train", type=degrees, default=(1, 4, 2), help="dp,tp,pp")
+    parser.add_argument("--infer", type=degrees, default=(2, 4), help="dp,tp")
     parser.add_argument("--bucket", type=int, default=256, help="MiB")
     given = parser.parse_args()
     model = read_model_yaml(str(given.model_config))

@@ -31,9 +31,9 @@ def golden_gaps(backend: Backend) -> dict[str, Any]:
 
 def _gaps(backend: Backend, case: c.Golden) -> dict[str, Any]:
     golden = read_golden(case.family)
-    ep, emp = case.experts
-    mesh = replace(Mesh(*case.mesh), ep=ep, emp=emp)
-    splits = mesh.mp > 1
+    ep, etp = case.experts
+    mesh = replace(Mesh(*case.mesh), ep=ep, etp=etp)
+    splits = mesh.tp > 1
     layout = Layout.of(mesh, parameter_specs(golden.config, splits), 0, splits)
     policy, logps = train(golden, backend, each_in_its_row(golden.rollout), layout)
     policy.gradient_norm()

@@ -102,11 +102,11 @@ class Run:
         self.recipe = c.RECIPES[case.recipe]
         config = decoder_config(self.recipe.model, "the test's model")
         self.config = config.balanced(self.recipe.balance_coef)
-        ep, emp = case.experts
-        mesh = replace(Mesh(*case.train), ep=ep, emp=emp)
+        ep, etp = case.experts
+        mesh = replace(Mesh(*case.train), ep=ep, etp=etp)
         self.train = layout_of(self.config, mesh, case.splits_tokens, case.chunks)
         infer = Mesh(*case.infer)
-        self.infer = layout_of(self.config, replace(infer, ep=infer.mp if self.config.moe else 1))
+        self.infer = layout_of(self.config, replace(infer, ep=infer.tp if self.config.moe else 1))
         self.policy = self._policy()
         self.generator = self._generator()
         self.reference = self._reference() if self.recipe.has_reference else None

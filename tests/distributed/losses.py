@@ -40,7 +40,7 @@ class GivenLogProbs:
         self.backend, self.logps, self.pipeline = backend, logps, self
         self.has_head = mesh.index(rank, "pp") == mesh.pp - 1
         # Of those that have the same rows, one.
-        self.differentiates = self.has_head and mesh.group(rank, ("cp", "mp"))[0] == rank
+        self.differentiates = self.has_head and mesh.group(rank, ("cp", "tp"))[0] == rank
         self.shapes = ShapeChoice(MicroShape(ROWS, ROW_LENGTH))
         self.shard = SimpleNamespace(
             config=SimpleNamespace(moe=None),

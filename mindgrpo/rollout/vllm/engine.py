@@ -94,11 +94,11 @@ class VllmEngine:
         # What the process says of itself once it is ready; empty on ranks without one.
         self.description: Message = {}
         self._settings, self._backend = settings, backend
-        self._degree = layout.mesh.mp
+        self._degree = layout.mesh.tp
         self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
         self._layout = layout.whole_on(layout.mesh.first_ranks)
         self._sink = WeightBucket(self._layout, backend, settings.dtype, self._hand_over)
-        ranks = layout.mesh.group(backend.rank, ("mp",))
+        ranks = layout.mesh.group(backend.rank, ("tp",))
         self._group = backend.group(ranks)
         self._process: EngineProcess | None = None
         self._is_awake = False

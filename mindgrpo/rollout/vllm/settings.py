@@ -93,7 +93,7 @@ def worker_cache_bytes(
 ) -> int:
     """Returns the bytes of a worker's KV cache: what the configuration says, or what the largest batch needs, in blocks
     of tokens: `cache.slots` samples at a time, or one of the longest."""
-    generate, tp_size = config.generate_config, mesh.mp
+    generate, tp_size = config.generate_config, mesh.tp
     if generate.vllm.kv_cache_memory is not None:
         return memory_bytes(generate.vllm.kv_cache_memory) // tp_size
     block = generate.block_size or BLOCK_TOKENS
