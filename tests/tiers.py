@@ -100,6 +100,7 @@ FULL: dict[str, tuple[str, ...]] = {
     "test_nested_splits": ("can_be_planned",),
     "test_no_seconds": (),
     "test_noise": ("[1024-64]", "[0-67]"),
+    "test_products": ("other_instructions",),
     "test_reward_builtins": ("no_completion_makes",),
     "test_reward_pool": ("math_verify",),
     "test_user_errors": ("process_of_its_own",),

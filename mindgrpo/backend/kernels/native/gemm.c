@@ -1,174 +1,336 @@
-/* See gemm.h. B goes by in panels of 32 columns, each against all rows of A in blocks of up to MOST_ROWS. */
+/* See gemm.h. Blocks as in BLIS (doi:10.1145/2764454): a strip of A's rows and a panel of B's columns are packed, so that
+ * both are read from begin to end, and blocks of strips and panels fit the caches. */
 #include "gemm.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
-/* A panel is copied where enough rows read it: in a wide matrix its columns lie on as many pages as there are rows.
- * While it is turned, what is copied stays in the first cache. */
-enum { PANEL = 2 * VEC, DEPTH = 512, TURNED_DEPTH = 128, FEW_ROWS_DEPTH = 64, COPY_FROM = 24, TREE_ROWS = 1536 };
-/* Sums take three quarters of the registers; the rest is for B and an element of A. */
-enum { MOST_ROWS = REGISTERS * 3 / 4 / (PANEL / LANES) };
-_Static_assert(MOST_ROWS >= 1 && MOST_ROWS <= 12, "some_rows has a tile for each number of rows up to 12");
+/* A tile's sums take all registers but those for a row of its panel and for an element of A. */
+enum { PANEL = LANES == VEC ? 2 * VEC : VEC, PARTS = PANEL / LANES, STRIP = (REGISTERS - 1 - PARTS) / PARTS };
+_Static_assert(STRIP >= 1 && STRIP <= 14, "TILES lists a tile for each number of rows up to 14");
+/* Of B as it lies a few rows read as much at a time as the registers allow. */
+enum { WIDE = 2 * VEC, WIDE_ROWS = STRIP * PANEL / WIDE };
 
-/* `rows` x `vecs` vectors of C; both are known while compiling, so that the sums stay in registers. Meanwhile as many
- * columns at `next` come to the caches: a copy of them, or a product with them, would wait for each row. */
-ALWAYS_INLINE void tile(int rows, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column, const float *b,
-                        int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc, int keep) {
-    lanes sum[MOST_ROWS][PANEL / LANES];
-    int parts = vecs * (VEC / LANES);
-#pragma GCC unroll 12
+/* Products of fewer rows, columns or depth are made panel by panel. Of these, B is packed where COPY_FROM rows read it: in a wide
+ * matrix a panel lies on as many pages as it is deep. */
+enum { BLOCK_ROWS = 48, BLOCK_SIZE = 64, COPY_FROM = 24, DEPTH = 512, PART_OF_DEPTH = 128 };
+
+/* In multiply-adds, what it costs to pack an element; and rows that are packed side by side, as many as a processor follows
+ * streams. */
+enum { PACKING_COST = 25, TOGETHER = 16 };
+
+/* C[m, n] = (keep ? C : 0) + A B, summed in `leaves`. */
+typedef struct {
+    int64_t m, n, k, leaves;
+    const float *a;
+    int64_t a_row, a_column;
+    const float *b;
+    int64_t ldb;
+    float *c;
+    int64_t ldc;
+    int transposed, keep;
+} Product;
+
+/* A strip of A and a panel of B; columns at `next`, whose rows are `next_row` apart, are read soon, unless that is 0. */
+typedef struct {
+    const float *a, *b, *next;
+    int64_t a_row, a_column, ldb, next_row;
+} Factors;
+
+/* -- tiles ------------------------------------------------------------------------------------------------------- */
+
+/* `rows` x `parts` registers of C; both are known while compiling, so that the sums stay in registers. */
+ALWAYS_INLINE void tile(int rows, int parts, int64_t k, Factors f, float *c, int64_t ldc, int keep) {
+    lanes sum[STRIP][WIDE / LANES];
+#pragma GCC unroll 14
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < parts; v++) sum[r][v] = keep ? *(const lanes *)(c + r * ldc + v * LANES) : (lanes){0};
     for (int64_t p = 0; p < k; p++) {
-        lanes right[PANEL / LANES];
+        lanes right[WIDE / LANES];
 #pragma GCC unroll 8
-        for (int v = 0; v < parts; v++) right[v] = *(const lanes *)(b + p * ldb + v * LANES);
-        for (int v = 0; v < vecs; v++) __builtin_prefetch(next + p * next_row + v * VEC, 0, 2);
-#pragma GCC unroll 12
-        for (int r = 0; r < rows; r++)
+        for (int v = 0; v < parts; v++) right[v] = *(const lanes *)(f.b + p * f.ldb + v * LANES);
+        if (f.next_row)
+            for (int v = 0; v < parts * LANES; v += VEC) __builtin_prefetch(f.next + p * f.next_row + v, 0, 2);
+        else
+            __builtin_prefetch(f.a + (p + 8) * f.a_column);
+#pragma GCC unroll 14
+        for (int r = 0; r < rows; r++) {
+            float left = f.a[r * f.a_row + p * f.a_column];
 #pragma GCC unroll 8
-            for (int v = 0; v < parts; v++) sum[r][v] += a[r * a_row + p * a_column] * right[v];
+            for (int v = 0; v < parts; v++) sum[r][v] += left * right[v];
+        }
     }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < parts; v++) *(lanes *)(c + r * ldc + v * LANES) = sum[r][v];
 }
 
-/* Up to MOST_ROWS rows, as evenly as m allows: a few wait for the latency of their sums. Returns how many. */
-ALWAYS_INLINE int64_t some_rows(int64_t m, int vecs, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                                const float *b, int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc,
-                                int keep) {
-    int64_t blocks = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + blocks - 1) / blocks;
-#define ROWS(COUNT)                                                                                                \
-    case COUNT:                                                                                                    \
-        if (COUNT <= MOST_ROWS)                                                                                    \
-            tile(COUNT % (MOST_ROWS + 1), vecs, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);      \
+#define TILES(CALL)                                                                                                   \
+    switch (rows) {                                                                                                   \
+        CALL(1) CALL(2) CALL(3) CALL(4) CALL(5) CALL(6) CALL(7) CALL(8) CALL(9) CALL(10) CALL(11) CALL(12) CALL(13) CALL(14) \
+    }
+#define ONE_TILE(COUNT)                                                                              \
+    case COUNT:                                                                                      \
+        if (COUNT * vecs * VEC <= STRIP * PANEL) tile(COUNT % (STRIP + 1), vecs *VEC / LANES, k, f, c, ldc, keep); \
         break;
-    switch (rows) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12) }
-#undef ROWS
-    return rows;
+
+ALWAYS_INLINE void any_tile(int64_t rows, int vecs, int64_t k, Factors f, float *c, int64_t ldc, int keep) { TILES(ONE_TILE) }
+
+/* Both factors packed. */
+static void packed_tile(int64_t rows, int64_t k, const float *a, const float *b, float *c, int64_t ldc, int keep) {
+    const int vecs = PANEL / VEC;
+#define PACKED_TILE(COUNT)                                         \
+    case COUNT: {                                                  \
+        Factors f = {a, b, b, 1, COUNT % (STRIP + 1), PANEL, 0};   \
+        if (COUNT <= STRIP) tile(COUNT % (STRIP + 1), vecs *VEC / LANES, k, f, c, ldc, keep); \
+        break;                                                     \
+    }
+    TILES(PACKED_TILE)
 }
 
-/* All rows of A with a panel of `width` columns. */
-ALWAYS_INLINE void panel_product(int64_t m, int64_t width, int64_t k, const float *a, int64_t a_row, int64_t a_column,
-                                 const float *b, int64_t ldb, const float *next, int64_t next_row, float *c, int64_t ldc,
-                                 int keep) {
-    float edge[MOST_ROWS * PANEL];
-    for (int64_t i = 0, rows; i < m; i += rows, a += rows * a_row, c += rows * ldc) {
-        if (i > 0) next = b, next_row = ldb;
-        if (width == PANEL) {
-            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);
-        } else if (width == VEC) {
-            rows = some_rows(m - i, 1, k, a, a_row, a_column, b, ldb, next, next_row, c, ldc, keep);
-        } else {
-            int64_t most = m - i < MOST_ROWS ? m - i : MOST_ROWS;
-            for (int64_t r = 0; r < most && keep; r++) memcpy(edge + r * PANEL, c + r * ldc, width * sizeof(float));
-            rows = some_rows(m - i, 2, k, a, a_row, a_column, b, ldb, next, next_row, edge, PANEL, keep);
-            for (int64_t r = 0; r < rows; r++) memcpy(c + r * ldc, edge + r * PANEL, width * sizeof(float));
+/* `rows` x `vecs` vectors of C. */
+static void leaf_tile(int64_t rows, int vecs, int64_t k, Factors f, float *c, int64_t ldc, int keep) {
+    if (f.a_row == 1 && f.a_column == rows && f.ldb == PANEL && !f.next_row)
+        packed_tile(rows, k, f.a, f.b, c, ldc, keep);
+    else if (vecs == 1)
+        any_tile(rows, 1, k, f, c, ldc, keep);
+    else
+        any_tile(rows, 2, k, f, c, ldc, keep);
+}
+
+static void add_tiles(int64_t rows, int64_t width, const float *x, const float *y, float *to, int64_t ld) {
+    for (int64_t r = 0; r < rows; r++, x += width, y += width, to += ld)
+        for (int64_t j = 0; j < width; j += VEC) *(vec16 *)(to + j) = *(const vec16 *)(x + j) + *(const vec16 *)(y + j);
+}
+
+/* The same of all leaves, each `leaf` deep. */
+static void tree_tile(int64_t rows, int vecs, int64_t leaf, int64_t leaves, Factors f, float *c, int64_t ldc) {
+    /* Sums of 2^level leaves that wait for their neighbours', as in a binary counter. */
+    float sums[MOST_LEVELS][STRIP * PANEL], sum[STRIP * PANEL];
+    int64_t width = vecs * VEC;
+    for (int64_t i = 0; i < leaves; i++, f.a += leaf * f.a_column, f.b += leaf * f.ldb, f.next += leaf * f.next_row) {
+        leaf_tile(rows, vecs, leaf, f, i & 1 ? sum : sums[0], width, 0);
+        for (int64_t level = 0; i >> level & 1; level++) {
+            int is_last = i + 1 == leaves && i >> (level + 1) == 0;
+            float *to = is_last ? c : i >> (level + 1) & 1 ? sum : sums[level + 1];
+            add_tiles(rows, width, sums[level], sum, to, is_last ? ldc : width);
         }
     }
 }
 
-/* `width` columns of B [k, .] side by side, zero up to 32. */
-static void copy_panel(int64_t k, int64_t width, const float *b, int64_t ldb, float *panel) {
-    for (int64_t p = 0; p < k; p++, b += ldb, panel += PANEL) {
-        if (width == PANEL) {
-            *(vec16 *)panel = *(const vec16 *)b;
-            *(vec16 *)(panel + VEC) = *(const vec16 *)(b + VEC);
-        } else {
-            for (int64_t q = 0; q < PANEL; q++) panel[q] = q < width ? b[q] : 0.0f;
-        }
-    }
+/* `rows` x `width` numbers of C, whose product is `depth` deep. */
+ALWAYS_INLINE void part_of(const Product *t, int64_t rows, int64_t width, int64_t depth, Factors f, float *c, int keep) {
+    float edge[STRIP * PANEL], *to = width % VEC ? edge : c;
+    int64_t ld = to == edge ? PANEL : t->ldc, vecs = (to == edge ? PANEL : width) / VEC;
+    for (int64_t r = 0; r < rows && to == edge && keep; r++) memcpy(edge + r * PANEL, c + r * t->ldc, width * sizeof(float));
+    if (t->leaves > 1)
+        tree_tile(rows, vecs, depth / t->leaves, t->leaves, f, to, ld);
+    else
+        leaf_tile(rows, vecs, depth, f, to, ld, keep);
+    for (int64_t r = 0; r < rows && to == edge; r++) memcpy(c + r * t->ldc, edge + r * PANEL, width * sizeof(float));
 }
 
-/* The same of B [., k]^T: `width` of its rows, turned. */
-static void turn_panel(int64_t k, int64_t width, const float *b, int64_t ldb, float *panel) {
-    for (int64_t first = 0; first < PANEL; first += VEC) {
-        int64_t p = 0, rows = width - first < 0 ? 0 : width - first < VEC ? width - first : VEC;
-        const float *from = b + first * ldb;
-        for (; p + VEC <= k && rows; p += VEC) {
-            vec16 x[VEC];
-            for (int64_t q = 0; q < VEC; q++) {
-                x[q] = q < rows ? *(const vec16 *)(from + q * ldb + p) : (vec16){0};
-                /* The next panel: these are more streams than the processor follows. */
-                __builtin_prefetch(from + (q + PANEL) * ldb + p);
+/* -- packing ----------------------------------------------------------------------------------------------------- */
+
+/* The height of the next strip of m rows: all are about as high, as a low one waits for its sums. */
+static int64_t strip_height(int64_t m) {
+    int64_t strips = (m + STRIP - 1) / STRIP;
+    return (m + strips - 1) / strips;
+}
+
+/* `rows` rows of k numbers become columns of `to`, whose rows are `step` apart. Whole vectors are written, of which the next
+ * row takes back what is too much: there is room for another VEC behind the last one. */
+ALWAYS_INLINE void turn(int64_t rows, int64_t k, const float *from, int64_t row, float *to, int64_t step) {
+    int64_t whole = k / LANES * LANES;
+    for (int64_t first = (rows - 1) / LANES * LANES; first >= 0; first -= LANES)
+        for (int64_t p = 0; p < whole; p += LANES) {
+            lanes x[LANES];
+#pragma GCC unroll 16
+            for (int64_t i = 0; i < LANES; i++) {
+                const float *source = from + (first + i < rows ? first + i : rows - 1) * row + p;
+                x[i] = *(const lanes *)source;
+                /* The next strip or panel: these are more streams than the processor follows. */
+                __builtin_prefetch(source + rows * row, 0, 2);
             }
-            transpose16(x);
-            for (int64_t q = 0; q < VEC; q++) *(vec16 *)(panel + (p + q) * PANEL + first) = x[q];
+            transpose_lanes(x);
+#pragma GCC unroll 16
+            for (int64_t q = 0; q < LANES; q++) *(lanes *)(to + (p + q) * step + first) = x[q];
         }
-        for (; p < k; p++)
-            for (int64_t q = 0; q < VEC; q++) panel[p * PANEL + first + q] = q < rows ? from[q * ldb + p] : 0.0f;
+    for (int64_t p = whole; p < k; p++)
+        for (int64_t i = 0; i < rows; i++) to[p * step + i] = from[i * row + p];
+}
+
+/* `rows` of A as strips [k, height], with room for another VEC. */
+static void pack_strips(int64_t rows, int64_t k, const float *a, int64_t a_row, int64_t a_column, float *to) {
+    int64_t height;
+    if (a_column == 1) {
+        for (int64_t r = 0; r < rows; r += height) {
+            height = strip_height(rows - r);
+            turn(height, k, a + r * a_row, a_row, to + r * k, height);
+        }
+        return;
     }
+    for (int64_t start = 0; start < k; start += TOGETHER)
+        for (int64_t r = 0; r < rows; r += height) {
+            int64_t end = k - start < TOGETHER ? k : start + TOGETHER;
+            height = strip_height(rows - r);
+            for (int64_t p = start; p < end; p++) {
+                const float *from = a + r * a_row + p * a_column;
+                float *strip = to + r * k + p * height;
+                /* The next one takes back what is too much. */
+                if (a_row == 1 && r + STRIP + LANES <= rows && p + 1 < k)
+                    for (int64_t i = 0; i < height; i += LANES) *(lanes *)(strip + i) = *(const lanes *)(from + i);
+                else
+                    for (int64_t i = 0; i < height; i++) strip[i] = from[i * a_row];
+            }
+        }
+}
+
+/* `width` columns of B [k, .], or of B [., k]^T, as a panel [k, PANEL], zero beyond them. */
+static void pack_panel(int64_t k, int64_t width, const float *b, int64_t ldb, int transposed, float *to) {
+    if (transposed) turn(width, k, b, ldb, to, PANEL);
+    for (int64_t p = 0; p < k; p++, to += PANEL) {
+        if (!transposed && width == PANEL)
+            for (int64_t q = 0; q < PANEL; q += VEC) *(vec16 *)(to + q) = *(const vec16 *)(b + p * ldb + q);
+        else if (width < PANEL) {
+            if (!transposed) memcpy(to, b + p * ldb, width * sizeof(float));
+            memset(to + width, 0, (PANEL - width) * sizeof(float));
+        }
+    }
+}
+
+/* -- products ---------------------------------------------------------------------------------------------------- */
+
+static int64_t cache_bytes(int level, int64_t otherwise) {
+    char path[64], text[32] = "";
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/size", level);
+    FILE *file = fopen(path, "r");
+    if (!file) return otherwise;
+    int64_t kib = fgets(text, sizeof text, file) ? atoll(text) : 0;
+    fclose(file);
+    return kib <= 0 ? otherwise : strchr(text, 'M') ? kib << 20 : kib << 10;
+}
+
+/* `depth` of blocks, `rows` of A's, and `columns` of B's. A strip and a panel take an eighth of the second cache, and A's
+ * block a third; B's comes from the last one. */
+typedef struct {
+    int64_t depth, rows, columns;
+} Blocks;
+
+static Blocks blocks_of(const Product *t) {
+    static int64_t second, last;
+    if (!last) {
+        second = cache_bytes(2, 1 << 19);
+        last = cache_bytes(3, 1 << 23);
+        last = last > 1 << 25 ? 1 << 25 : last;
+    }
+    const int64_t size = sizeof(float), most = second / 8 / size / (STRIP + PANEL) / VEC * VEC;
+    int64_t count = t->leaves > 1 ? 1 : (t->k + most - 1) / most, depth = t->leaves > 1 ? t->k : padded((t->k + count - 1) / count);
+    int64_t strips = second / 3 / size / depth / STRIP, panels = last / 8 / size / depth / PANEL, needed = (t->n + PANEL - 1) / PANEL;
+    panels = panels < 1 ? 1 : panels > needed ? needed : panels;
+    return (Blocks){depth, strips > 1 ? strips * STRIP : STRIP, panels * PANEL};
+}
+
+/* The calling thread's memory for strips or for panels, which its next product takes over; NULL without memory. */
+static float *own_memory(int of_panels, int64_t floats) {
+    static __thread float *memory[2];
+    static __thread int64_t room[2];
+    if (room[of_panels] < floats) {
+        free(memory[of_panels]);
+        memory[of_panels] = aligned_alloc(64, padded(floats) * sizeof(float));
+        room[of_panels] = memory[of_panels] ? floats : 0;
+    }
+    return memory[of_panels];
+}
+
+/* 0 if there was memory for it. The first block of rows packs the panels, each right before it reads it, when what is to be
+ * packed has come to the caches with the one before. */
+static int by_blocks(const Product *t) {
+    Blocks size = blocks_of(t);
+    float *strips = own_memory(0, size.rows * size.depth + VEC), *panels = own_memory(1, size.columns * size.depth + VEC);
+    if (!strips || !panels) return 1;
+    for (int64_t p = 0; p == 0 || p < t->k; p += size.depth)
+        for (int64_t j = 0; j < t->n; j += size.columns) {
+            int64_t depth = t->k - p < size.depth ? t->k - p : size.depth, end = t->n - j < size.columns ? t->n : j + size.columns;
+            for (int64_t row = 0, height; row < t->m; row += size.rows) {
+                int64_t rows = t->m - row < size.rows ? t->m - row : size.rows;
+                pack_strips(rows, depth, t->a + row * t->a_row + p * t->a_column, t->a_row, t->a_column, strips);
+                for (int64_t i = j; i < end; i += PANEL) {
+                    int64_t width = end - i < PANEL ? end - i : PANEL, next_row = 0;
+                    const float *b = t->transposed ? t->b + i * t->ldb + p : t->b + p * t->ldb + i;
+                    float *panel = panels + (i - j) * depth;
+                    if (row == 0) {
+                        pack_panel(depth, width, b, t->ldb, t->transposed, panel);
+                        next_row = t->transposed || end - i < 2 * PANEL ? 0 : t->ldb;
+                    }
+                    for (int64_t r = 0; r < rows; r += height, next_row = 0) {
+                        height = strip_height(rows - r);
+                        Factors f = {strips + r * depth, panel, b + PANEL, 1, height, PANEL, next_row};
+                        part_of(t, height, width, depth, f, t->c + (row + r) * t->ldc + i, t->keep || p > 0);
+                    }
+                }
+            }
+        }
+    return 0;
+}
+
+/* Each panel with all rows of A as they lie. Of few rows it is a matter of reading B, which then goes from begin to end in
+ * stretches of its depth; so it does where A is too large for the first cache. Not for trees of columns that are not whole vectors. */
+static void by_panels(const Product *t) {
+    _Alignas(64) float copied[DEPTH * PANEL + VEC];
+    int copies = t->transposed || t->m >= COPY_FROM;
+    int64_t step = t->leaves > 1 ? t->k : copies && !t->transposed ? DEPTH : PART_OF_DEPTH;
+    int64_t stretch = t->m > BLOCK_ROWS || !copies ? step : t->k, most = copies || t->m > WIDE_ROWS ? PANEL : WIDE;
+    for (int64_t start = 0; start == 0 || start < t->k; start += stretch)
+        for (int64_t j = 0, width; j < t->n; j += width) {
+            width = t->n - j >= most ? most : t->n - j < PANEL ? t->n - j : PANEL;
+            for (int64_t p = start; p == 0 || p < (t->k - start < stretch ? t->k : start + stretch); p += step) {
+                int64_t depth = t->k - p < step ? t->k - p : step;
+                const float *panel = t->transposed ? t->b + j * t->ldb + p : t->b + p * t->ldb + j;
+                /* Behind the last panel are the rows of B that follow, or what lies behind it: the next expert's. */
+                const float *next = panel + (j + width < t->n ? width : depth * t->ldb - j);
+                Factors f = {NULL, panel, next, t->a_row, t->a_column, t->ldb, t->transposed ? 0 : t->ldb};
+                if (copies || width % VEC) {
+                    pack_panel(depth, width, panel, t->ldb, t->transposed, copied);
+                    f.b = copied, f.ldb = PANEL;
+                }
+                for (int64_t i = 0, rows; i < t->m; i += rows, f.next_row = 0) {
+                    rows = strip_height(t->m - i);
+                    f.a = t->a + i * t->a_row + p * t->a_column;
+                    part_of(t, rows, width, depth, f, t->c + i * t->ldc + j, t->keep || p > 0);
+                }
+            }
+        }
+}
+
+/* The member's rows or columns, of which each packs both factors for itself: what another core has packed comes from its
+ * cache, which is slower. So the factor that all pack should be the smaller one, and no member should wait for others. */
+static Product share_of(Member member, Product t) {
+    int64_t panels = (t.n + PANEL - 1) / PANEL, begin, end;
+    int64_t rows = (t.m + member.size - 1) / member.size, columns = (panels + member.size - 1) / member.size * PANEL;
+    if (rows * panels * PANEL + PACKING_COST * (rows + t.n) < t.m * columns + PACKING_COST * (t.m + columns)) {
+        share_out(member, t.m, &begin, &end);
+        t.a += begin * t.a_row, t.c += begin * t.ldc, t.m = end - begin;
+    } else {
+        share_out(member, panels, &begin, &end);
+        begin *= PANEL, end = end * PANEL < t.n ? end * PANEL : t.n;
+        t.b += begin * (t.transposed ? t.ldb : 1), t.c += begin, t.n = end - begin;
+    }
+    return t;
 }
 
 void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
           const float *b, int64_t ldb, int transposed, float *c, int64_t ldc, int keep) {
-    _Alignas(64) float copied[DEPTH * PANEL];
-    /* All of A goes by a panel at a time, or stretches of it go by all panels: where A is too large for the caches, and
-     * where few rows make it a matter of reading B, which is then read from begin to end. */
-    int64_t begin, end, step = transposed ? TURNED_DEPTH : m < COPY_FROM ? FEW_ROWS_DEPTH : DEPTH;
-    int64_t stretch = m > 64 || k < step || step == FEW_ROWS_DEPTH ? step : k;
-    share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
-    for (int64_t start = 0; start == 0 || start < k; start += stretch)
-        for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL)
-            for (int64_t p = start; p == 0 || p < (k - start < stretch ? k : start + stretch); p += step) {
-                int64_t width = n - j < PANEL ? n - j : PANEL, depth = k - p < step ? k - p : step, ld = ldb;
-                const float *panel = transposed ? b + j * ldb + p : b + p * ldb + j, *next = panel;
-                /* Behind the last panel are the rows of B that follow, or what lies behind it: the next expert's. */
-                if (!transposed) next += j + PANEL < end * PANEL && j + PANEL < n ? PANEL : depth * ldb - (j - begin * PANEL);
-                if (transposed || m >= COPY_FROM || width % VEC) {
-                    (transposed ? turn_panel : copy_panel)(depth, width, panel, ldb, copied);
-                    panel = copied, ld = PANEL;
-                    if (transposed) next = copied;
-                }
-                panel_product(m, width, depth, a + p * a_column, a_row, a_column, panel, ld, next, transposed ? PANEL : ldb,
-                              c + j, ldc, keep || p > 0);
-            }
-}
-
-/* Up to MOST_ROWS rows of C from a whole panel; returns how many. `leaf` is the depth of each of the leaves. */
-static int64_t tree_rows(int64_t m, int64_t width, int64_t leaf, int64_t leaves, const float *a, int64_t lda, const float *b,
-                         int64_t ldb, float *c, int64_t ldc) {
-    /* Sums of 2^level leaves that wait for their neighbours', as in a binary counter. */
-    float sums[MOST_LEVELS][MOST_ROWS * PANEL], sum[MOST_ROWS * PANEL];
-    int64_t rows = 0, level = 0;
-    for (int64_t i = 0; i < leaves; i++) {
-        const float *panel = b + i * leaf * ldb;
-        rows = some_rows(m, 2, leaf, a + i * leaf, lda, 1, panel, ldb, panel, ldb, sum, PANEL, 0);
-        for (level = 0; i >> level & 1; level++)
-            for (int64_t j = 0; j < rows * PANEL; j += VEC) *(vec16 *)(sum + j) = *(vec16 *)(sums[level] + j) + *(vec16 *)(sum + j);
-        memcpy(sums[level], sum, rows * PANEL * sizeof(float));
-    }
-    for (int64_t r = 0; r < rows; r++) memcpy(c + r * ldc, sum + r * PANEL, width * sizeof(float));
-    return rows;
+    Product t = share_of(member, (Product){m, n, k, 1, a, a_row, a_column, b, ldb, c, ldc, transposed, keep});
+    if (t.m < BLOCK_ROWS || t.n < BLOCK_SIZE || k < BLOCK_SIZE || by_blocks(&t)) by_panels(&t);
 }
 
 int gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
-               const float *b, int64_t ldb, float *c, int64_t ldc) {
-    static __thread float *copied;
-    static __thread int64_t copied_floats;
-    int64_t begin, end, leaf = k / leaves;
-    if (copied_floats < k * PANEL) {
-        free(copied);
-        copied = aligned_alloc(64, k * PANEL * sizeof(float));
-        copied_floats = copied ? k * PANEL : 0;
-        if (!copied) return 1;
-    }
-    share_out(member, (n + PANEL - 1) / PANEL, &begin, &end);
-    for (int64_t i = 0; i < m; i += TREE_ROWS) {
-        int64_t rows = m - i < TREE_ROWS ? m - i : TREE_ROWS;
-        for (int64_t j = begin * PANEL; j < end * PANEL && j < n; j += PANEL) {
-            int64_t width = n - j < PANEL ? n - j : PANEL, ld = ldb;
-            const float *panel = b + j;
-            if (rows >= COPY_FROM || width < PANEL) {
-                copy_panel(k, width, panel, ldb, copied);
-                panel = copied, ld = PANEL;
-            }
-            for (int64_t r = i; r < i + rows;)
-                r += tree_rows(i + rows - r, width, leaf, leaves, a + r * lda, lda, panel, ld, c + r * ldc + j, ldc);
-        }
-    }
+              const float *b, int64_t ldb, float *c, int64_t ldc) {
+    Product t = share_of(member, (Product){m, n, k, leaves, a, lda, 1, b, ldb, c, ldc, 0, 0});
+    if (t.m >= COPY_FROM || t.n % VEC) return by_blocks(&t);
+    by_panels(&t);
     return 0;
 }

@@ -52,6 +52,26 @@ static inline float fast_exp(float x) {
     return x < -87.0f ? 0.0f : y;
 }
 
+/* x [LANES][LANES] -> its transpose */
+ALWAYS_INLINE void transpose_lanes(lanes *x) {
+    typedef int32_t order __attribute__((vector_size(LANES * 4)));
+#pragma GCC unroll 4
+    for (int step = 1; step < LANES; step *= 2) {
+        order low, high;
+        for (int i = 0; i < LANES; i++) {
+            low[i] = i & step ? i - step + LANES : i;
+            high[i] = i & step ? i + LANES : i + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & step) continue;
+            lanes a = x[i], b = x[i + step];
+            x[i] = __builtin_shuffle(a, b, low);
+            x[i + step] = __builtin_shuffle(a, b, high);
+        }
+    }
+}
+
 /* x [16][16] -> its transpose */
 ALWAYS_INLINE void transpose16(vec16 *x) {
     /* Shuffles of several registers are made element by element, and take minutes to compile. */
