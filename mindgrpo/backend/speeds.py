@@ -1,7 +1,7 @@
-"""What devices do in a second: the constants that the roofline of plan/ divides its counts by, as data.
+"""Hardware constants of the roofline model in plan/: peak rates, bandwidths and latencies of each device.
 
-Each is the default of the key of `context.roofline` that has its name. Published figures where there are any; the
-others are estimates, good to a factor of two, until they are measured on the device.
+Each is the default of the `context.roofline` key of the same name. They are published figures where available, else
+estimates within a factor of two until measured on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mindgrpo.backend.targets import Target
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of one device; of a whole host where all its ranks share `cores`. Config's Roofline says what each is."""
+    """Constants of one device, or of a whole host if its ranks share `cores`. Roofline in config/ documents them."""
 
     matmul_tflops: float
     float32_tflops: float
@@ -92,5 +92,5 @@ SPEEDS = {
 
 
 def device_of(target: Target) -> str:
-    """Names the entry of SPEEDS that a run without a choice is estimated with."""
+    """Returns the key of SPEEDS that estimates use by default."""
     return "host" if target.keeps_weights_on_host else "910B2"
