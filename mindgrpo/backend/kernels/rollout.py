@@ -224,7 +224,7 @@ class LayerWeights(NamedTuple):
     latent_norm: np.ndarray | None = None  # [C]; `qkv` then is the down-projection to latents
     query_norm: np.ndarray | None = None  # [A]
     query_up: np.ndarray | None = None  # [A, U], up-projection of query latents
-    latent_up: np.ndarray | None = None  # float32 [C, Z], up-projection of latents to keys and values
+    latent_up: np.ndarray | None = None  # float32 [C, Z], latents to keys and values
 
     @property
     def matrices(self) -> tuple[np.ndarray, ...]:
