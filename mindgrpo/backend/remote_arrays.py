@@ -23,8 +23,8 @@ class FetchedArrays(Mapping[int, np.ndarray]):
     """Maps a sample's index to its entries [tokens, len(columns), ...] of a remote array [tokens, C, ...].
 
     `columns` are indices of dim 1, such as the layers of a stage; the mapping is empty without any. A sample owned by
-    another rank has to be fetched first. Construction and `fetch` are collective over `world`, with the same `arrays`
-    on every rank, but `fetch` takes only the samples that this rank needs.
+    another rank has to be fetched first. `arrays` must be the same on every rank of `world`. `fetch` is collective, but
+    each rank passes only the samples that it needs.
     """
 
     def __init__(self, arrays: Sequence[RemoteArray], columns: Sequence[int], world: Group) -> None:

@@ -338,7 +338,7 @@ class Shard:
     def vector(self) -> nn.Cell:
         """Returns the cell that weight vectors pass through, which casts them, and keeps their gradients, in float32.
 
-        It is the identity if nothing is trained and the kernels accept narrow vectors.
+        It is the identity if the weights are float32, or if nothing is trained and kernels accept narrow vectors.
         """
         as_they_are = self.kernels.takes_narrow_vectors and not self.is_trained
         return self.cell(Same if as_they_are or self.weights.dtype == "float32" else ToFloat32)

@@ -91,7 +91,7 @@ def _key(program: str) -> str:
 
 
 class Unavailable(Exception):
-    """Raised if there is no library: `what` is wrong, and the `remedy`."""
+    """Raised if there is no library; `what` describes the problem, and `remedy` the fix."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}; {remedy}")
