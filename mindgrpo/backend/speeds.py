@@ -37,7 +37,7 @@ class Speeds:
 # Peaks: cores x clock x 8,192 operations a cycle, from CANN's platform_config (Ascend910B2C.ini: 24 at 1.8 GHz;
 # Ascend910A.ini: 32 at 1 GHz; the 910B3 has 20). Memory: 1.6 and 1.2 TB/s of HBM, eight devices a host, each joined to
 # every other by 56 GB/s (910A: to three by 30 GB/s), and a port of 200 Gb/s (910A: 100), from Huawei's pages of the
-# Atlas 800T A2 and 800-9000. Products reach half of the peak and links 60 % in published runs of models of this size.
+# Atlas 800T A2 and 800-9000. GEMMs reach half of the peak and links 60 % in published runs of models of this size.
 # Launches, calls, waits, the AI CPU and compilation are estimates.
 _910B2 = Speeds(
     matmul_tflops=354.0,

@@ -43,8 +43,9 @@ class StageChunk:
 
     `forward` computes outputs and, with experts, lets routers choose. `replaying` is for micro-batches with
     ExpertInputs: routers choose as well, but tokens are routed by the plan. With `keeps_flows` (training), `layers`
-    returns also the layers' inputs for the backward, if Stage.hands_inputs_on; it reads a plan of experts. `net` is the
-    last chunk's stage with the head, else None. `planned` are the chunk's layers among the stage's expert layers.
+    also returns the layers' inputs for the backward, if Stage.hands_inputs_on; with experts, it reads a plan. It is the
+    same graph as `forward` in dense chunks without head. `net` is the stage with the head in the last chunk, else None.
+    `planned` are the chunk's layers among the stage's expert layers.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class StageChunk:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Runs `forward` on x, tokens int32 [R, T] or x_NH, or `replaying` if `experts` are given.
 
-        Returns the outputs, [x_NH] or [log-probs, entropies], and [choices, margins] as in Stage if it has experts.
+        Returns the outputs, x_NH first, or log-probs and entropies float32 [M] from the head, and separately choices
+        and margins as in Stage, if the chunk has experts.
         """
         inputs = self.inputs(batch, experts)
         if self.is_last:

@@ -215,9 +215,9 @@ class LayerWeights(NamedTuple):
     out: np.ndarray  # [Q D, H]
     out_bias: np.ndarray | None  # [H]
     norm_mlp: np.ndarray  # [H]
-    gate_up: np.ndarray  # [H, 2 I], or of experts [X, H, 2 J]
-    down: np.ndarray  # [I, H], or of experts [X, J, H]
-    router: np.ndarray | None = None  # float32 [H, E], where the layer has experts
+    gate_up: np.ndarray  # [H, 2 I], or [X, H, 2 J] of experts
+    down: np.ndarray  # [I, H], or [X, J, H] of experts
+    router: np.ndarray | None = None  # float32 [H, E], in layers with experts
     router_bias: np.ndarray | None = None  # float32 [E], added only to choose experts
     shared_gate_up: np.ndarray | None = None  # [H, 2 S], of the shared expert
     shared_down: np.ndarray | None = None  # [S, H]
