@@ -1,5 +1,5 @@
-"""Holds everything that knows a device: communication between ranks, device memory, graphs and kernels.
+"""All device-specific code: communication between ranks, device memory, compiled graphs and kernels.
 
-`contract.py` says what the rest of the package may ask for; `cpu/` and `device/` implement it, `kernels/` computes.
-Models, samples and phases of a step are not known here.
+`contract.py` declares the interface, `cpu/` and `device/` implement it, and `kernels/` holds the computations. Nothing
+here depends on models, samples or the phases of a training step.
 """

@@ -1,7 +1,7 @@
-"""Sets up MindSpore for a device, chooses the backend, and connects this process to the other ranks.
+"""Configures MindSpore for the device, creates the backend, and connects this process to the other ranks.
 
-For `context.device_target` and `context.backend`. A device's libraries, MindSpore among them, are imported when that
-device is chosen and no earlier.
+Implements `context.device_target` and `context.backend`. The libraries of a device, including MindSpore, are imported
+only once that device has been chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindgrpo.backend.targets import SHARED_MEMORY, Target, open_device
 from mindgrpo.errors import UserError, whole_number
 from mindgrpo.processes.job import STATUS_VARIABLE
 
-# Variables for the number of a process and of all processes, by who sets them.
+# The environment variables of rank and world size that other launchers set.
 OTHER_LAUNCHERS = {
     "torchrun or accelerate": ("RANK", "WORLD_SIZE"),
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -27,17 +27,17 @@ OTHER_LAUNCHERS = {
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     "a launcher with a rank table": ("RANK_ID", "RANK_SIZE"),
 }
-# What the host's processors do anyway.
+# The precision mode that CPUs always have.
 HOST_PRECISION = "must_keep_origin_dtype"
 
 
 def keeps_slots(target: Target) -> bool:
-    """Returns whether the target's kernels keep the generator's slots (kernels/rollout.py); opens no device."""
+    """Returns whether the generator decodes in slots of C kernels (kernels/rollout.py) on `target`; opens no device."""
     return target.backend == "shared_memory" and native_library.may_build()
 
 
 def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]:
-    """Imports what `target` needs; returns what makes its backend of an environment and settings."""
+    """Imports the libraries of `target` and returns a factory of its backend: (environment, settings) -> Backend."""
     if target == SHARED_MEMORY:
         from mindgrpo.backend.cpu.backend import CpuBackend
 
@@ -51,7 +51,7 @@ def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]
         from mindgrpo.backend.device.ascend import AscendBackend
 
         def on_ascend(environment: dict[str, str], own: RuntimeSettings) -> Backend:
-            # float32, which fused attention does not take, has none.
+            # Fused attention does not support float32.
             dtype = own.compute_dtype
             fused = None if dtype == "float32" or not own.flash_attention else dtype
             return AscendBackend(environment, own.compiled, fused)
@@ -65,10 +65,10 @@ def load(target: Target) -> Callable[[dict[str, str], RuntimeSettings], Backend]
 def connect(
     target: Target, environment: dict[str, str], runtime: RuntimeSettings | None = None
 ) -> Backend:
-    """Makes the backend of this process, joined to the other ranks that `environment` (msrun's) names.
+    """Creates the backend of this process and connects it to the other ranks, given msrun's `environment`.
 
-    msrun's scheduler process does not return from here: it ends when the ranks no longer need it. Raises UserError
-    where another launcher has started several processes.
+    Does not return in msrun's scheduler process, which exits once the ranks no longer need it. Raises UserError if
+    another launcher has started several processes.
     """
     refuse_other_launchers(environment, sys.argv)
     if environment.get("MS_ROLE") == "MS_SCHED" and not target.needs_cluster:
@@ -88,8 +88,8 @@ def connect(
 
 
 def refuse_other_launchers(environment: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Raises UserError for processes of another launcher: each would be a run of its own. `argv` is sys.argv."""
-    # A simulation compiles the graphs of one rank of a job, and starts no others.
+    """Raises UserError if another launcher started several processes: each would train alone. `argv` is sys.argv."""
+    # A simulation compiles the graphs of one rank of a job without starting the others.
     ours = ("MS_ROLE", STATUS_VARIABLE, "MS_SIMULATION_LEVEL")
     if any(name in environment for name in ours):
         return
@@ -110,7 +110,10 @@ def refuse_other_launchers(environment: Mapping[str, str], argv: Sequence[str]) 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """`compiled` False runs every operation by itself; `max_device_bytes` is for the framework's own pool."""
+    """Settings of MindSpore and the backend. `compiled` False runs operations eagerly instead of as graphs.
+
+    `max_device_bytes` limits MindSpore's own memory pool on the device.
+    """
 
     compiled: bool = True
     deterministic: bool = False
@@ -132,7 +135,10 @@ class RuntimeSettings:
 
 
 def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]) -> list[str]:
-    """Sets up this process for `target`; returns what the device cannot do, a sentence each. Raises UserError."""
+    """Applies the settings to this process for device `target`; returns a sentence for each that it does not support.
+
+    Raises UserError if MindSpore has no such device.
+    """
     import mindspore as ms
 
     open_device(target)
@@ -164,11 +170,11 @@ def apply(settings: RuntimeSettings, target: str, environment: Mapping[str, str]
 def _set_memory(settings: RuntimeSettings, target: str) -> None:
     import mindspore as ms
 
-    # The framework takes all of it in one call, and only once.
+    # MindSpore accepts a single call with all memory settings.
     limits: dict[str, str] = {}
     if settings.memory_optimize_level:
         limits["optimize_level"] = settings.memory_optimize_level
-    # The host's own memory is no pool of the framework's; the run's budget limits that.
+    # MindSpore has no memory pool on CPU; the run's own budget limits host memory.
     if settings.max_device_bytes and target != "CPU":
         limits["max_size"] = f"{settings.max_device_bytes / 2**30:.2f}GB"
     if limits:
@@ -190,7 +196,7 @@ def _set_precision(mode: str | None, target: str) -> list[str]:
 
 
 def _capture_launches(target: str) -> list[str]:
-    """Has MindSpore capture the graphs whose phase is that of decoding (contract.PHASES)."""
+    """Turns on MindSpore's capture of kernel launches for graphs of the decoding phase (contract.PHASES)."""
     if target == "CPU":
         key = "context.ascend_config.kernel_launch_capture"
         return [f"{key} has no effect on this device, which launches no kernels"]

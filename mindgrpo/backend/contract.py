@@ -1,6 +1,6 @@
-"""Declares what one rank asks of its device and of the other ranks: groups, links, pools of memory, graphs.
+"""The backend interface: process groups, point-to-point links, memory pools and compiled graphs of one rank.
 
-A backend implements these classes. They speak of ranks, arrays and bytes only: no model, sample or phase is known here.
+A backend implements these classes. They deal with ranks, arrays and bytes only, never with models, samples or phases.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.health.rank_health import RankHealth
 
-# The graph that makes a token of every slot.
+# The graph of one decode step, which generates one token for every slot.
 DECODE = "decode"
-# In both phases MindSpore runs the compiled graph that `phase_cache` names, and does not look for it by the inputs. In
-# that of decoding a device may launch kernels in other ways, and then refuses graphs of several streams, as others are.
+# In both of these phases MindSpore runs the compiled graph named in `phase_cache` instead of looking it up by its
+# inputs. Only the phase of decoding may have its kernel launches captured: capture rejects graphs with several streams,
+# such as all others.
 PHASES = {DECODE: "increment"}
 OTHER_PHASE = "prefill"
 
 
-# Elements [start, stop) of an array, and whose they are: an index in a group.
+# (start, stop, member): elements [start, stop) of a flat array belong to the member with this index in the group.
 Share = tuple[int, int, int]
 
 
 class PeerLost(RuntimeError):
-    """A rank that this one waits for has ended."""
+    """Raised when a rank that this one waits for has ended."""
 
-    # Never why a job ended: see health/failure.py.
+    # Never the root cause of a job's failure: see health/failure.py.
     is_consequence = True
 
 
 class Group(ABC):
-    """An ordered set of ranks that act together; every member makes the same calls in the same order."""
+    """A communication group: an ordered set of ranks, which all have to make the same calls in the same order."""
 
     ranks: tuple[int, ...]
     index: int
-    # By which C kernels find it (native/collective.h); -1 where they have no need to, or cannot.
+    # The handle that C kernels look the group up by (native/collective.h); -1 if they do not use it.
     kernel_id: int = -1
 
     @property
@@ -55,43 +56,46 @@ class Group(ABC):
 
     @abstractmethod
     def sum_cell(self) -> nn.Cell:
-        """Makes a cell for graphs: tensor -> the sum over the group, the same bits on every member.
+        """Makes an all-reduce (sum) cell for graphs: [...] -> [...], with bitwise identical results on every member.
 
-        What reaches weights that several members hold has to be such a sum, in whatever order a transport adds.
+        Gradients of replicated weights need this one, since transports may add in a different order on each member.
         """
 
     def quick_sum_cell(self) -> nn.Cell:
-        """Makes a cell as sum_cell, in one transfer where that is possible; last bits may differ between members."""
+        """Makes an all-reduce (sum) cell in a single transfer if possible; last bits may differ between members."""
         return self.sum_cell()
 
     @abstractmethod
     def gather_cell(self) -> nn.Cell:
-        """Makes a cell for graphs: floats [...] -> [size, ...], member i's at [i], the same on every member."""
+        """Makes an all-gather cell for graphs: floats [...] -> [size, ...], with the tensor of member i at [i]."""
 
     @abstractmethod
     def scatter_sum_cell(self) -> nn.Cell:
-        """Makes a cell for graphs: [size, ...] -> [...], the sum over the group of what each has for this member.
+        """Makes a reduce-scatter (sum) cell for graphs: [size, ...] -> [...], the sum of all members' [index].
 
-        Adds in the order of sum_cell, of whose transfer it is half.
+        Adds in the same order as sum_cell, and transfers half as much.
         """
 
     @abstractmethod
     def exchange_cell(self) -> nn.Cell:
-        """Makes a cell for graphs: [size, ...] -> [size, ...], what member i has at this one's index at [i]."""
+        """Makes an all-to-all cell for graphs: [size, ...] -> [size, ...], with member i's entry [index] at [i]."""
 
     @abstractmethod
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        """Sums `array` over the group, in place and between graphs; adds in rank order on every member."""
+        """All-reduces (sums) `array` [...] in place, outside graphs; every member adds in the same order."""
 
     def sum_shares(self, array: np.ndarray, shares: Sequence[Share]) -> None:
-        """Sums `array` [n] as sum_array does, of which each member gets its own shares; elsewhere it stays as it is."""
+        """Reduce-scatters (sums) `array` [n] in place: each member gets the sums of its own shares only.
+
+        Adds in the same order as sum_array, and leaves all other elements unchanged.
+        """
         total = self.sum_array(array.copy())
         for start, stop, member in shares:
             if member == self.index:
                 array[start:stop] = total[start:stop]
 
     def gather_shares(self, array: np.ndarray, shares: Sequence[Share]) -> None:
-        """Gives every member each share as the one has it whose own it is, in place and between graphs."""
+        """All-gathers `array` [n] in place, outside graphs: overwrites each share with the values of its owner."""
         own = [array[start:stop] for start, stop, member in shares if member == self.index]
         arrived = [iter(arrays) for arrays in self.gather_objects(own)]
         for start, stop, member in shares:
@@ -99,12 +103,13 @@ class Group(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every member's `value`, in the order of `ranks`."""
+        """All-gathers picklable objects: returns every member's `value`, in the order of `ranks`."""
 
     def exchange_bytes(self, parcels: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Gives member i the bytes `parcels[i]` uint8 [n], and returns what each member has for this one.
+        """All-to-all of byte arrays, outside graphs: sends `parcels[i]`, uint8 [n], to member i.
 
-        Between graphs. Transports bring a member nothing that is for another; here all get all.
+        Returns the parcels that the members sent to this one, in the order of `ranks`. This default gathers all parcels
+        on all members; transports override it to deliver only what is addressed to a member.
         """
         return [own[self.index] for own in self.gather_objects(list(parcels))]
 
@@ -128,7 +133,7 @@ class _AloneScatter(nn.Cell):
 
 
 class AloneGroup(Group):
-    """One rank, which communicates with nobody."""
+    """A group of one rank, whose collectives do not communicate."""
 
     def __init__(self, rank: int) -> None:
         self.ranks, self.index = (rank,), 0
@@ -156,59 +161,61 @@ class AloneGroup(Group):
 
 
 class Link(ABC):
-    """Two neighbours of a pipeline, which hand tensors of one dtype to each other."""
+    """A point-to-point channel between two neighbouring pipeline stages, for tensors of one dtype."""
 
     @abstractmethod
     def exchange(
         self, outgoing: Any | None, receives: Sequence[int] | None
     ) -> Callable[[], Any | None]:
-        """Sends the tensor `outgoing`, and returns what waits for the neighbour's, of shape `receives`, and returns it.
+        """Sends the tensor `outgoing`, if any, and starts to receive a tensor of shape `receives`, if any.
 
-        Each where there is one. Both ends make the matching calls in one order: a call may block until the other end
-        makes its own. What is returned is called once, in any order.
+        Returns a function that waits for the received tensor and returns it, or None if nothing is received. Both ends
+        must make matching calls in the same order, and a call may block until the other end makes its own. Call each
+        returned function once, in any order.
         """
 
 
 class HostArrays(Protocol):
-    """Host memory as arrays."""
+    """Host memory that can be viewed as arrays."""
 
     def view(self, offset: int, shape: Sequence[int]) -> np.ndarray:
-        """Returns an array [shape], in the memory's dtype, starting `offset` elements into it."""
+        """Returns a view of `shape`, in the memory's dtype, that starts `offset` elements into it."""
 
 
 class ReleasedMemory(RuntimeError):
-    """A role was used whose pool is not on the device."""
+    """Raised when a role is used whose pool is not on the device."""
 
 
 class Pool(ABC):
-    """One role's memory on the device, and its copy on the host.
+    """Device memory of one role, which can be offloaded to the host.
 
-    `offload` moves the bytes to the host; `load` brings them back, or gives zeros after `release`, which gives the
-    device's bytes up without keeping them. A graph must not use parameters of a pool that is not on the device.
+    `offload` moves the contents to the host and `load` moves them back. `release` frees the device memory and discards
+    its contents, so that the next `load` yields zeros. Graphs must not use parameters of a pool that is not on the
+    device.
     """
 
     num_bytes: int
     dtype: Dtype
-    # Whether the device's memory is the host's own, so that reading it on the host copies nothing.
+    # Whether device memory is host memory, so that reading it on the host needs no copy.
     is_host_memory: bool
 
     @abstractmethod
     def parameter(self, name: str, offset: int, shape: Sequence[int]) -> Any:
-        """Makes a Parameter [shape] of the pool's dtype, `offset` elements into the pool; one for each range.
+        """Makes a Parameter of `shape` and the pool's dtype, stored `offset` elements into the pool.
 
-        Raises ValueError for a range that has a parameter already: with two, each could hold other values.
+        Raises ValueError if the range already has a parameter: two parameters on one range could get out of sync.
         """
 
     @abstractmethod
     def on_host(self, write: bool = False) -> AbstractContextManager[HostArrays]:
-        """Yields the pool's bytes as arrays of the host; with `write`, what was written then goes to the device."""
+        """Yields the pool's contents as host arrays; with `write`, copies changes back to the device on exit."""
 
     @property
     def itemsize(self) -> int:
         return ITEM_BYTES[self.dtype]
 
     def require(self, user: str) -> None:
-        """Raises ReleasedMemory unless the pool is on the device; nothing to do where that is the host's memory."""
+        """Raises ReleasedMemory, naming `user`, unless the pool is on the device. Does nothing for host memory."""
         return None
 
     @abstractmethod
@@ -216,65 +223,65 @@ class Pool(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Brings the pool to the device; does nothing if it is there already."""
+        """Moves the pool to the device; does nothing if it is there already."""
 
     @abstractmethod
     def release(self) -> None: ...
 
     def take_turns(self, spare: SparePages, is_empty: bool) -> None:
-        """Lets pools that are on the device at other times reuse the memory that this one gives up.
+        """Makes the pool take its pages from `spare` and return them to it, shared with pools loaded at other times.
 
-        `is_empty` says that nothing has been written to it yet.
+        `is_empty`: nothing has been written to the pool yet.
         """
         return None
 
 
 class PeerView(HostArrays, Protocol):
-    """Another rank's pool, read only."""
+    """A read-only view of another rank's pool."""
 
     num_bytes: int
 
     def forget(self) -> None:
-        """Drops what was read from this process's memory."""
+        """Drops the pages read so far from this process's resident memory."""
 
 
 class Backend(ABC):
-    """Offers one rank its device and the other ranks."""
+    """Gives a rank access to its device and to the other ranks."""
 
     name: str
     rank: int
     world_size: int
     compile_log: CompileLog
-    # Surrounds parts of a phase, by name, that a profile shows.
+    # Context manager that marks a named part of a phase in profiles.
     span: Callable[[str], AbstractContextManager[None]]
-    # Every pool that was handed out and still exists.
+    # All pools that were created and still exist.
     live_pools: WeakSet[Pool]
-    # Where this rank is, and where the others are.
+    # The progress of this rank and of the others.
     health: RankHealth
     # Notes for the user on how this device computes.
     notices: tuple[str, ...] = ()
-    # True where the device's memory is the host's own, and ranks read each other's.
+    # Whether device memory is host memory that ranks can read from each other.
     shares_memory: bool
-    # Bytes of pools and activations that passed between device and host since the start; inputs of graphs, such as
-    # token ids, are left out.
+    # Bytes of pools and activations copied between device and host since the start; inputs of graphs, such as token
+    # ids, do not count.
     host_device_bytes = 0
-    # Of weights that a rank sends to others, and receives, at a time.
+    # Size of the bucket in which weight sync sends and receives weights.
     bucket_bytes = 256 << 20
-    # Of the device; None where it has no limit of its own.
+    # Capacity of the device; None if it has no limit of its own.
     device_memory_bytes: int | None = None
     kernels: Kernels
-    # In what products of float32 matrices are computed (dtypes.py).
+    # How float32 GEMMs are computed (dtypes.py).
     matmul_precision: MatmulPrecision = "highest"
-    # Of weights in graphs, of activations where the device has kernels for it, and of the generator's cache.
+    # Of weights in graphs, of the KV cache, and of activations if the device has kernels for it.
     compute_dtype: Dtype = "float32"
-    # Whether sums over ranks inside graphs are float32 where activations are narrower.
+    # Whether all-reduces inside graphs add in float32 even if activations are narrower.
     sums_in_float32 = False
-    # What was asked of the device that it does not have, a sentence each.
+    # Requested features that the device lacks, one sentence each.
     unmet: Sequence[str] = ()
     has_device_profile: bool = False
 
     def _set_up(self, environment: dict[str, str]) -> None:
-        """Sets up what all backends have, once `rank` and `world_size` are known and the device is open."""
+        """Initializes the attributes common to all backends; call it with `rank` and `world_size` set, device open."""
         self.compile_log, self.live_pools = CompileLog(), WeakSet()
         self.span = lambda name: nullcontext()
         self.health = RankHealth.of_process(self.rank, self.world_size, environment)
@@ -282,7 +289,7 @@ class Backend(ABC):
         self._groups: dict[tuple[int, ...], Group] = {}
 
     def group(self, ranks: Sequence[int]) -> Group:
-        """Returns the group of exactly these ranks; made on first use, by all its members alike."""
+        """Returns the group of exactly these ranks. It is created on first use, by all its members together."""
         key = tuple(ranks)
         if key not in self._groups:
             self._groups[key] = self._make_group(key) if len(key) > 1 else AloneGroup(self.rank)
@@ -290,18 +297,18 @@ class Backend(ABC):
 
     @abstractmethod
     def _make_group(self, ranks: tuple[int, ...]) -> Group:
-        """Makes the group of several ranks."""
+        """Creates a group of two or more ranks."""
 
     @abstractmethod
     def link(self, peer: int, shape: Sequence[int]) -> Link:
-        """Makes the link to neighbour `peer`, for tensors of at most `shape`; both ends make links in one order."""
+        """Makes the link to rank `peer` for tensors of at most `shape`; both ends must make links in the same order."""
 
     @abstractmethod
     def pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
-        """Makes a pool of `size` elements. `shared`: other ranks may want to read it (`peer_pools`)."""
+        """Makes a device pool of `size` elements. `shared`: other ranks may read it (`peer_pools`)."""
 
     def peer_pools(self, pool: Pool) -> Mapping[int, PeerView]:
-        """Returns the pools that other ranks passed to this call, by rank, to be read in place; all ranks together.
+        """Collective call: returns the pools that the other ranks passed to it, by rank, for reading in place.
 
         Raises NotImplementedError unless the backend `shares_memory`.
         """
@@ -310,64 +317,64 @@ class Backend(ABC):
     def exchange(
         self, sends: Mapping[int, Sequence[Any]], receives: Mapping[int, Sequence[Any]]
     ) -> None:
-        """Sends tensors to ranks, and fills those of the ranks in `receives` with what these send, in their order.
+        """Sends the tensors `sends[rank]` to each rank and receives into the tensors `receives[rank]`, in their order.
 
-        Device to device, as one; all are contiguous, and the ranks named make matching calls. Raises
-        NotImplementedError where the backend `shares_memory`: there ranks read each other's pools.
+        One batch of device-to-device point-to-point transfers. All tensors are contiguous, and the peers make matching
+        calls. Raises NotImplementedError if the backend `shares_memory`, since ranks then read each other's pools.
         """
         raise NotImplementedError
 
     def zeros(self, shape: Sequence[int], dtype: Dtype) -> Any:
-        """Returns a tensor in memory of the device. Raises NotImplementedError where that is the host's."""
+        """Returns a zero tensor in device memory. Raises NotImplementedError if device memory is host memory."""
         raise NotImplementedError
 
     @abstractmethod
     def host_pool(self, size: int, shared: bool = False, dtype: Dtype = "float32") -> Pool:
-        """Makes a pool of the host's memory, of `size` elements, on any device, that no graph works on.
+        """Makes a pool of `size` elements in host memory, on any device; graphs do not use it.
 
-        `shared`: other processes can read it, through its `descriptor`.
+        `shared`: other processes can read it, through its file `descriptor`.
         """
 
     def synchronize(self) -> None:
-        """Waits for single operations on the device, made outside of graphs: the next graph does not wait for them.
+        """Waits for operations that were launched outside graphs, which the next graph would not wait for.
 
-        Who writes parameters with them calls this after the last. Nothing to do where there are none.
+        Call it after the last operation that writes parameters. Does nothing on devices without such operations.
         """
         return None
 
     def take_device_peak(self) -> int | None:
-        """Returns the most bytes allocated on the device at a time since the last call; None if it does not count."""
+        """Returns the peak of allocated device bytes since the last call, or None if the device does not report it."""
         return None
 
     def graph(self, cell: Callable[..., Any], name: str) -> Graph:
         return Graph(cell, name, self.compile_log)
 
     def devices_of(self, ranks: Sequence[int]) -> Mapping[str, str]:
-        """Returns the variables with which another program of this host sees the devices of `ranks` alone.
+        """Returns the environment variables that make only the devices of `ranks` visible to a program on this host.
 
-        None where processors compute. Raises UserError for ranks of several hosts.
+        Empty on CPU. Raises UserError for ranks on several hosts.
         """
         return {}
 
     def make_room(self) -> None:
-        """Gives memory of the device that is kept for later use to other programs."""
+        """Returns cached, unused device memory to the system, for use by other programs."""
         return None
 
     def computing(self) -> AbstractContextManager[None]:
-        """Surrounds a phase of work, or kernels that are called outside of graphs; may be nested.
+        """Context manager for a phase of work, or for kernels called outside graphs; can be nested.
 
-        Raises PeerLost in place of a RuntimeError where the end of a rank is why something failed.
+        Replaces a RuntimeError by PeerLost if another rank's death is its cause.
         """
         return nullcontext()
 
     def device_profile(
         self, folder: Path, settings: ProfileSettings
     ) -> AbstractContextManager[None]:
-        """Writes the device's own profile of what runs inside into `folder`, where it has one."""
+        """Records the enclosed code with the device's profiler and writes to `folder`; no-op without a profiler."""
         return nullcontext()
 
     def device_mark(self, name: str) -> AbstractContextManager[None]:
-        """Marks what runs inside as a range in the device's own profile, where it has one."""
+        """Marks the enclosed code as a range in the device's profile; no-op without a profiler."""
         return nullcontext()
 
     @property
@@ -375,13 +382,13 @@ class Backend(ABC):
         return self.group(range(self.world_size))
 
     def close(self) -> None:
-        """Waits for all ranks: until then, others may need this one."""
+        """Waits for all ranks, since others may still need this one."""
         self.world.barrier()
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """`level` is none, 0, 1 or 2; `with_device` off leaves the host's part alone."""
+    """Settings of the device profiler. `level` is none, 0, 1 or 2; without `with_device`, only the host is profiled."""
 
     level: str
     with_device: bool
@@ -393,9 +400,10 @@ class ProfileSettings:
 
 
 class CompileLog:
-    """(graph's name, seconds of its first call) in order; `listener` hears of each when it starts and ends.
+    """Records (graph name, seconds of its first call) for each compilation, in order.
 
-    `span` surrounds each. Where graphs are not compiled at all (`compiles` False), nothing is reported.
+    `listener` is called when a compilation starts and when it ends, and `span` surrounds it. Nothing is reported if
+    graphs are not compiled at all (`compiles` False).
     """
 
     compiles = True
@@ -421,15 +429,15 @@ class CompileLog:
 
 
 class Graph:
-    """A cell that is compiled once a shape.
+    """A cell that is compiled once per combination of input shapes and dtypes.
 
-    Inputs are tensors, or numbers that are mutable: with others, and with those in a tuple, MindSpore would compute for
-    ever as in the first call.
+    Inputs are tensors or mutable numbers. MindSpore would bake any other number, or a tuple of numbers, into the graph
+    as a constant of the first call.
     """
 
     def __init__(self, cell: Callable[..., Any], name: str, log: CompileLog) -> None:
         self._cell, self._name, self._log = cell, name, log
-        # MindSpore's names of the graphs by their inputs' shapes, and which of these inputs are mutable.
+        # By input shapes: MindSpore's names of the compiled graphs, and which inputs are mutable.
         self._compiled: dict[tuple[Any, ...], tuple[dict[str, str], Any]] = {}
         self._names: dict[str, str] = {}
         if isinstance(cell, nn.Cell):
@@ -444,7 +452,7 @@ class Graph:
             names, are_mutable = self._compiled[shapes]
             self._names |= names
             if are_mutable is not None:
-                # Of the last compilation otherwise, and of more inputs than it had MindSpore drops the rest.
+                # Otherwise the flags are those of the last compilation, and MindSpore drops inputs beyond their number.
                 cell._has_mutable_args_list = are_mutable
             return cell(*inputs)
         self._names.clear()

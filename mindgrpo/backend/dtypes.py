@@ -1,10 +1,10 @@
-"""The dtypes of pools, by name, and in which dtype and precision a run computes.
+"""Names and sizes of dtypes, and resolution of a run's compute dtype and matmul precision.
 
-Weights in graphs, the generator's cache and what weight sync moves are of `context.compute_dtype`; on devices
-activations too. Float32 are the optimizer's own weights and moments, sums of gradients, norms' statistics, softmax,
-log-probs and losses. `context.float32_matmul_precision`, in PyTorch's words, is what products of float32 matrices are
-computed in. highest: float32. high: each factor as the sum of three bfloat16 numbers, six products
-(native/bf16_gemm.h), or on Ascend HF32. medium: each factor rounded to bfloat16, float32 sums.
+Weights in graphs, the KV cache, weight sync and, on devices, activations use `context.compute_dtype`. Master weights,
+optimizer state, gradient sums, norm statistics, softmax, log-probs and losses are float32.
+`context.float32_matmul_precision` sets how GEMMs of float32 matrices are computed, with PyTorch's names. highest:
+float32. high: each operand as the sum of three bfloat16 numbers, six products (native/bf16_gemm.h), or HF32 on Ascend.
+medium: operands rounded to bfloat16, float32 accumulation.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 ITEM_BYTES: Mapping[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MatmulPrecision = Literal["highest", "high", "medium"]
 PRECISION_KEY = "context.float32_matmul_precision"
-# Of how many bfloat16 numbers each factor of a product is the sum: of one 1 product is made of it, of three 6.
+# How many bfloat16 numbers each GEMM operand is split into: one takes 1 product, three take 6.
 NUM_PARTS: Mapping[str, int] = {"high": 3, "medium": 1}
-# oneDNN's own variable, and the processor's flags.
+# oneDNN's environment variable, and CPU flags.
 ISA_LIMIT, AMX_FLAG, BF16_FLAG = "ONEDNN_MAX_CPU_ISA", "amx_bf16", "avx512_bf16"
 ARM_FLAG = "bf16"
 CPU_INFO = Path("/proc/cpuinfo")
@@ -33,8 +33,7 @@ WITHOUT = f"; set {DTYPE_KEY} to float32."
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype:
-    """Returns the dtype of arrays: bfloat16 is MindSpore's own, which numpy rounds to as to any other: to the nearest,
-    ties to even."""
+    """Returns the numpy dtype. bfloat16 is MindSpore's extension type; casts round to nearest, ties to even."""
     if dtype != "bfloat16":
         return np.dtype(dtype)
     from mindspore.common import np_dtype
@@ -49,12 +48,12 @@ def mindspore_dtype(dtype: Dtype) -> Any:
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """Returns the same memory as unsigned integers of the elements' size."""
+    """Returns a view of `array` [...] as unsigned integers of the same item size."""
     return array.view(f"u{array.itemsize}")
 
 
 def device_bits(tensor: Any) -> Any:
-    """Returns the same memory of a device as integers, int32 or int16."""
+    """Returns a view of the device tensor [...] as int32 or int16, whichever has the same item size."""
     import mindspore as ms
 
     kind = ms.int32 if tensor.itemsize == 4 else ms.int16
@@ -62,9 +61,9 @@ def device_bits(tensor: Any) -> Any:
 
 
 def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> MatmulPrecision:
-    """Resolves `asked` on `target`, where `auto` is the fastest that is accurate to float32. Raises UserError.
+    """Resolves context.float32_matmul_precision on `target`; `auto` is the fastest mode with float32 accuracy.
 
-    `has_kernels` says whether C kernels of ours can be made here.
+    `has_kernels`: whether our C kernels can be built on this host. Raises UserError for an unsupported mode.
     """
     on_processors = target == SHARED_MEMORY and has_kernels
     if asked == "auto":
@@ -81,9 +80,9 @@ def resolve_matmul_precision(asked: str, target: Target, has_kernels: bool) -> M
 
 
 def packed_bytes(k: int, n: int, num_parts: int, leaves: int = 1) -> int:
-    """Returns the bytes at most of a matrix [k, n] that is packed for products of bfloat16, in blocks of 32 x 64.
+    """Returns an upper bound on the bytes of a matrix [k, n] packed for bfloat16 GEMMs in tiles of 32 x 64.
 
-    `leaves` as in Kernels.matmul: each is packed by itself.
+    Each of the `leaves` of k (see Kernels.matmul) is packed separately.
     """
     return 2 * num_parts * leaves * (-(-k // leaves // 32) * 32) * (-(-n // 64) * 64)
 
@@ -91,7 +90,7 @@ def packed_bytes(k: int, n: int, num_parts: int, leaves: int = 1) -> int:
 def slow_products(
     precision: MatmulPrecision, environment: Mapping[str, str], dtype: str = "float32"
 ) -> list[str]:
-    """Returns a sentence where products of bfloat16 take longer than those of float32 on this host's processors.
+    """Returns a warning if bfloat16 GEMMs are slower than float32 ones on this host's CPU; else an empty list.
 
     `dtype` is context.compute_dtype.
     """
@@ -112,7 +111,7 @@ def slow_products(
 
 
 def _uses(flag: str, names: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Returns whether the processor has it, and ONEDNN_MAX_CPU_ISA, if set, has one of these in its name."""
+    """Returns whether the CPU has `flag` and ONEDNN_MAX_CPU_ISA, if set, contains one of `names`."""
     limit = environment.get(ISA_LIMIT, "").upper()
     if limit not in ("", "DEFAULT") and not any(name in limit for name in names):
         return False
@@ -130,13 +129,14 @@ def resolve_compute_dtype(
     precision: str,
     key: str = DTYPE_KEY,
 ) -> Dtype:
-    """Resolves `asked` on `target`, where `auto` is bfloat16 on Ascend and float32 elsewhere. Raises UserError.
+    """Resolves a compute dtype `asked` for on `target`; `auto` is bfloat16 on Ascend and float32 elsewhere.
 
-    `compiled` says whether graphs are, `has_kernels` whether C kernels of ours can be made here; `precision` is
-    context.float32_matmul_precision; `key` is where it was asked.
+    `compiled`: whether graphs are compiled. `has_kernels`: whether our C kernels can be built on this host.
+    `precision` is context.float32_matmul_precision; if it is not auto, `auto` is float32. `key` is the configuration
+    key that asks. Raises UserError for an unsupported dtype.
     """
     if asked == "auto":
-        # Whoever chooses how float32 matrices are multiplied has some.
+        # Setting float32_matmul_precision implies float32 matrices.
         is_narrow = target.device == "Ascend" and precision == "auto" and compiled
         asked = "bfloat16" if is_narrow else "float32"
     if asked == "float32":
@@ -168,11 +168,13 @@ def resolve_compute_dtype(
 
 
 def num_product_parts(dtype: Dtype, precision: MatmulPrecision) -> int | None:
-    """Returns of how many bfloat16 numbers a product's factors are sums on processors; None: they are float32."""
+    """Returns how many bfloat16 numbers each GEMM operand is split into on CPU; None for float32 operands."""
     return NUM_PARTS["medium"] if dtype == "bfloat16" else NUM_PARTS.get(precision)
 
 
 def num_head_parts(num_parts: int | None, fp32_lm_head: bool) -> int | None:
-    """Returns num_product_parts of the head's product beside `num_parts` of others: as many as are float32's accuracy
-    with `fp32_lm_head`."""
+    """Returns num_product_parts of the LM head's GEMM, given `num_parts` of all others.
+
+    With `fp32_lm_head`, split operands have enough parts for float32 accuracy.
+    """
     return NUM_PARTS["high"] if fp32_lm_head and num_parts else num_parts

@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks of a group inside graphs, as cells, made of MindSpore's own or of each other."""
+"""Cells for collectives inside graphs, built on MindSpore's all-reduce or on other collectives."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-# Elements; above, the bytes of a gather over several members take longer than a second transfer.
+# In elements; above, all-gathering whole tensors takes longer than a second collective.
 MOST_GATHERED = 16 << 10
 
 
 class MindSporeSum(nn.Cell):
-    """MindSpore's own, over whatever joins the ranks of group `name`; last bits may differ between members."""
+    """MindSpore's all-reduce (sum) over group `name`, [...] -> [...]; last bits may differ between members."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class MindSporeSum(nn.Cell):
 
 
 class SumInFloat32(nn.Cell):
-    """The sum `total` of a narrow dtype, added up in float32 and rounded once."""
+    """All-reduce `total` for 16-bit tensors, [...] -> [...]: adds in float32 and rounds once."""
 
     def __init__(self, total: nn.Cell) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SumInFloat32(nn.Cell):
 
 
 class GatherBySum(nn.Cell):
-    """A sum of arrays that are zero in the others' places."""
+    """All-gather [...] -> [size, ...] as an all-reduce `total` of tensors that are zero except at the own index."""
 
     def __init__(self, total: nn.Cell, index: int, size: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class GatherBySum(nn.Cell):
 
 
 class ScatterBySum(nn.Cell):
-    """x [size, ...] -> the sum over the members of what each has at [index], [...]: a sum of all of it."""
+    """Reduce-scatter (sum) [size, ...] -> [...]: entry `index` of an all-reduce `total` of everything."""
 
     def __init__(self, total: nn.Cell, index: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class ScatterBySum(nn.Cell):
 
 
 class ExchangeByGather(nn.Cell):
-    """x [size, ...] -> [size, ...], what each member has at [index]: of all that they have."""
+    """All-to-all [size, ...] -> [size, ...]: each member's entry `index`, taken from an all-gather of everything."""
 
     def __init__(self, gather: nn.Cell, index: int) -> None:
         super().__init__()
@@ -78,10 +78,10 @@ class ExchangeByGather(nn.Cell):
 
 
 class AgreedSum(nn.Cell):
-    """A sum with the same bits on every member, though the transport may add in another order on each of them.
+    """All-reduce (sum) [...] -> [...], bitwise identical on all members even if the transport's own all-reduce is not.
 
-    Few elements are gathered and added in the order of the members. Of many, each member adds up its share (`scatter`)
-    and hands it to the others: as many bytes as a sum around a ring.
+    Small tensors (MOST_GATHERED elements) are all-gathered and added in the order of the members. Large ones are
+    reduce-scattered and all-gathered, which moves as many bytes as a ring all-reduce.
     """
 
     def __init__(self, scatter: nn.Cell, gather: nn.Cell, size: int) -> None:
@@ -100,7 +100,7 @@ class AgreedSum(nn.Cell):
             return total
         flat, missing = x.reshape(-1), -count % self.size
         if missing > 0:
-            # Any numbers: their sums are cut off.
+            # Padding; its values do not matter, since their sums are cut off below.
             flat = ops.concat((flat, flat[:missing]))
         total = self.gather(self.scatter(flat.reshape(self.size, -1))).reshape(-1)
         if missing > 0:

@@ -1,4 +1,4 @@
-"""Moves pages of the process's own memory without copying them, and copies arrays by one call of a C kernel."""
+"""Remaps pages of this process's memory instead of copying them, and batches array copies in one C kernel call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from mindgrpo.backend.kernels.native.library import library
 
 ALIGN_BYTES = 4096
-# Pages of 2 MiB: filling given-up memory again takes 500 times fewer faults.
+# Pages of 2 MiB: touching released memory again takes 500 times fewer page faults.
 HUGE_BYTES = 2 << 20
 CHUNK_BYTES = 8 * HUGE_BYTES
 MAY_MOVE, FIXED, LEAVE_MAPPED = 1, 2, 4  # mremap(2)
@@ -27,7 +27,7 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def private_pages(num_bytes: int) -> mmap.mmap:
-    # Python's default is shared pages: released, they would leave the process and still be kept by the system.
+    # Python's default is shared pages, which the system would keep after MADV_DONTNEED.
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= HUGE_BYTES:
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -39,8 +39,10 @@ def address_of(pages: mmap.mmap) -> int:
 
 
 def move_pages(source: mmap.mmap, start: int, target: mmap.mmap, to: int, num_bytes: int) -> bool:
-    """Moves `num_bytes` from `start` in `source` to `to` in `target`; zeros are left. False where the system cannot
-    (before Linux 5.7)."""
+    """Remaps `num_bytes` at `start` in `source` to `to` in `target`, and leaves zeros behind.
+
+    Returns False if the system cannot do it (before Linux 5.7).
+    """
     places = address_of(source) + start, address_of(target) + to
     length = ctypes.c_size_t(num_bytes)
     flags = ctypes.c_int(MAY_MOVE | FIXED | LEAVE_MAPPED)
@@ -51,13 +53,13 @@ def move_pages(source: mmap.mmap, start: int, target: mmap.mmap, to: int, num_by
 
 
 def chunks_of(pages: mmap.mmap, num_bytes: int) -> list[int]:
-    """Returns the offsets at which chunks of huge pages begin."""
+    """Returns the byte offsets of the whole chunks of CHUNK_BYTES in `pages`, aligned to huge pages."""
     first = -address_of(pages) % HUGE_BYTES
     return list(range(first, num_bytes - CHUNK_BYTES + 1, CHUNK_BYTES))
 
 
 def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
-    """Returns the offsets of the chunks of which the system has handed out every page."""
+    """Returns the byte offsets of the chunks whose pages are all resident."""
     has_page = np.zeros(-(-num_bytes // ALIGN_BYTES), np.uint8)
     address, answer = ctypes.c_void_p(address_of(pages)), ctypes.c_void_p(has_page.ctypes.data)
     if _libc.mincore(address, ctypes.c_size_t(num_bytes), answer) != 0:
@@ -71,14 +73,14 @@ def filled_chunks(pages: mmap.mmap, num_bytes: int) -> list[int]:
 
 
 class SparePages:
-    """Pages that released pools leave to the pools that are loaded next, in chunks of one size.
+    """Recycles the pages of released pools for the pools that are loaded next, in chunks of CHUNK_BYTES.
 
-    The system clears every page that it gives out, which took an eighth of a step with bfloat16 products. Roles that
-    take turns need no fresh ones, and no more are kept than they had at one time.
+    The kernel zeroes every page that it hands out, which took an eighth of a step with bfloat16 GEMMs. Roles that are
+    loaded in turns can reuse pages instead, and this keeps no more pages than the roles once held.
     """
 
     def __init__(self) -> None:
-        # Each with where its chunk begins.
+        # (pages, offset of the chunk in them).
         self._kept: list[tuple[mmap.mmap, int]] = []
 
     @property
@@ -86,7 +88,7 @@ class SparePages:
         return CHUNK_BYTES * len(self._kept)
 
     def put(self, pages: mmap.mmap, num_bytes: int) -> list[int]:
-        """Takes the filled chunks of `pages`, which are zero afterwards; returns where these are."""
+        """Takes the fully resident chunks out of `pages`, which read as zeros afterwards; returns their offsets."""
         starts = filled_chunks(pages, num_bytes)
         for start in starts:
             try:
@@ -100,7 +102,7 @@ class SparePages:
         return starts
 
     def take(self, pages: mmap.mmap, starts: Sequence[int]) -> None:
-        """Moves chunks to `starts` of `pages`, as long as there are some. `pages` are zero before and after."""
+        """Moves kept chunks to the offsets `starts` of `pages` while they last. `pages` are zero before and after."""
         for start in starts[: len(self._kept)]:
             kept, first = self._kept.pop()
             if move_pages(kept, first, pages, start, CHUNK_BYTES):
@@ -112,9 +114,9 @@ class SparePages:
 
 
 class Copies:
-    """Copies between float32 arrays that are made again and again: pairs (target, source) of equal shapes.
+    """A reusable batch of copies between arrays: (target, source) pairs of equal shape [..., rows, columns] and dtype.
 
-    The arrays have to outlive this. Raises ValueError for copies between different orders of elements in memory.
+    The arrays have to outlive this object. Raises ValueError if target and source have different memory orders.
     """
 
     def __init__(self, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -140,7 +142,7 @@ _Job = tuple[int, int, int, int, int, int]
 
 
 def _jobs(target: np.ndarray, source: np.ndarray) -> Iterator[_Job]:
-    """Yields a job for each matrix [..., rows, columns]."""
+    """Yields one job for each matrix of arrays [..., rows, columns]."""
     if target.shape != source.shape:
         raise ValueError(f"an array of shape {source.shape} does not fit {target.shape}")
     for outer in np.ndindex(target.shape[:-2]):
@@ -149,7 +151,7 @@ def _jobs(target: np.ndarray, source: np.ndarray) -> Iterator[_Job]:
 
 
 def _job(target: np.ndarray, source: np.ndarray) -> _Job:
-    """Returns (target, source, runs, bytes a run, bytes between runs of the target, of the source)."""
+    """Returns (target address, source address, number of runs, bytes per run, target stride, source stride)."""
     for first, second in ((target, source), (target.T, source.T)):
         pair = [array.reshape(1, -1) if array.ndim < 2 else array for array in (first, second)]
         if all(_has_runs(array) for array in pair):
@@ -161,7 +163,7 @@ def _job(target: np.ndarray, source: np.ndarray) -> _Job:
 
 
 def _joined(jobs: list[_Job]) -> list[_Job]:
-    """Joins neighbouring jobs whose runs continue each other on both sides: longer runs are copied faster."""
+    """Merges consecutive jobs whose runs are contiguous in both target and source: longer runs copy faster."""
     result: list[_Job] = []
     for job in jobs:
         if result:

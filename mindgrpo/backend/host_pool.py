@@ -1,7 +1,7 @@
-"""A pool of pages: device memory where the device is the host itself.
+"""Memory pools in host pages, which are also the device memory if the device is the CPU.
 
-Offloading and loading move pages from one address to another, and nothing is copied: device and host are one memory
-here. Released pages go to the pools that are loaded next (SparePages), or back to the system at once.
+Offloading and loading remap pages from one address to another without copying, since device and host share the same
+memory. Released pages go to the pools that are loaded next (SparePages), or back to the system at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HostPool(Pool):
     is_host_memory = True
 
     def __init__(self, size: int, dtype: Dtype = "float32") -> None:
-        """Takes its `size` in elements."""
+        """Allocates `size` elements of `dtype`."""
         self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
         self._ranges: set[tuple[int, int]] = set()
         self._is_offloaded = False
@@ -45,7 +45,7 @@ class HostPool(Pool):
         self._host: mmap.mmap | None = None
         self._spare: SparePages | None = None
         self._is_released = False
-        # What will be filled in the next turn, as in the last: most of a cache may never be.
+        # The chunks filled last time predict those filled next time: most of a KV cache may never be used.
         self._chunks = chunks_of(self._device, self._length)
 
     def _pages(self) -> mmap.mmap:
@@ -102,33 +102,33 @@ class HostPool(Pool):
 
 
 class SharedPool(HostPool):
-    """A pool that other ranks of the host can read, through a file that has no name.
+    """A pool that other ranks of the host can read, backed by an anonymous file (memfd).
 
-    Its pages stay where they are when it is offloaded: they cannot leave the file and be read by others too.
+    Offloading leaves its pages in place: pages moved out of the file could not be read by other ranks.
     """
 
     def _pages(self) -> mmap.mmap:
         self.descriptor = os.memfd_create("mindgrpo-pool", os.MFD_CLOEXEC)
-        # The pages stay as long as somebody has mapped them, views of this pool and other ranks.
+        # The pages live as long as a view of this pool or another rank has them mapped.
         weakref.finalize(self, os.close, self.descriptor)
         os.ftruncate(self.descriptor, self._length)
         return mmap.mmap(self.descriptor, self._length)
 
     def offload(self) -> None:
-        """Does nothing: the pages are the host's already."""
+        """Does nothing: the pages are in host memory already."""
 
     def load(self) -> None:
         """Does nothing: the pages are still there."""
 
     def take_turns(self, spare: SparePages, is_empty: bool) -> None:
-        """Does nothing: the pages are the file's."""
+        """Does nothing: the pages belong to the file."""
 
     def release(self) -> None:
         self._device.madvise(mmap.MADV_REMOVE)
 
 
 class PeerPool:
-    """Another rank's SharedPool, to be read only. Raises OSError where the system forbids it."""
+    """A read-only view of another rank's SharedPool. Raises OSError if the system forbids access."""
 
     def __init__(self, process: int, descriptor: int, num_bytes: int, dtype: Dtype) -> None:
         self.num_bytes, self._dtype = num_bytes, dtype
@@ -143,5 +143,5 @@ class PeerPool:
         return _view(self._pages, self._dtype, offset, shape)
 
     def forget(self) -> None:
-        """Drops what was read from this process's memory; it is read again when it is needed."""
+        """Drops the pages read so far from this process's resident memory; later reads map them again."""
         self._pages.madvise(mmap.MADV_DONTNEED)

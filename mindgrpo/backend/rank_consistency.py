@@ -1,6 +1,6 @@
-"""Checks that all ranks hold the same of what must be the same on each, and shares what only the first one does.
+"""Checks that ranks agree on values that must be identical, and runs work on one rank with the result shared by all.
 
-The rank that differs from most is named; who is right is not decided.
+The error names the ranks that differ from the majority, without claiming that the majority is right.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from mindgrpo.errors import UserError
 
 if TYPE_CHECKING:
-    # Imports MindSpore, which takes two seconds: what reads data or reports needs none of it.
+    # Avoids importing MindSpore, which takes two seconds and is not needed to read data or reports.
     from mindgrpo.backend.contract import Backend
 
 T = TypeVar("T")
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks hold different values of what is the same on each; going on would train on nonsense."""
+    """Raised when ranks hold different values of something that must be identical on all of them."""
 
 
 def digest(*values: object) -> str:
-    """Hashes numbers, words, and arrays by their shape, dtype and bits; of a list, of its members in order."""
+    """Returns a hash of numbers, strings, arrays (by shape, dtype and bits), and lists or tuples of these."""
     state = hashlib.blake2b(digest_size=8)
     _add(state, values)
     return state.hexdigest()
@@ -45,7 +45,10 @@ def _add(state: hashlib.blake2b, value: object) -> None:
 
 
 def different_ranks(values: Sequence[T]) -> list[int]:
-    """Returns the ranks whose value is not the commonest; of equally common ones rank 0's is taken, or the first's."""
+    """Returns the ranks whose value differs from the most common one.
+
+    Among equally common values, that of rank 0 counts, else the one of the lowest rank.
+    """
     common = Counter(values).most_common(1)[0][0]
     if values.count(values[0]) == values.count(common):
         common = values[0]
@@ -53,7 +56,7 @@ def different_ranks(values: Sequence[T]) -> list[int]:
 
 
 def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) -> None:
-    """Compares digests: `by_rank[i]` are rank i's digests by name. Raises RanksDisagree."""
+    """Compares digests, `by_rank[rank][name]`. Raises RanksDisagree if they differ between ranks."""
     for name in by_rank[0]:
         ranks = different_ranks([digests.get(name, "") for digests in by_rank])
         if ranks:
@@ -65,22 +68,23 @@ def check_alike(by_rank: Sequence[Mapping[str, str]], when: str, remedy: str) ->
 
 
 def agree(backend: Backend, digests: Mapping[str, str], when: str, remedy: str) -> None:
-    """Compares digests, all ranks together. Raises RanksDisagree on all of them."""
+    """Collective call: compares the ranks' digests. Raises RanksDisagree on all ranks if any differ."""
     check_alike(backend.world.gather_objects(dict(digests)), when, remedy)
 
 
 def on_first_rank(backend: Backend, work: Callable[[], T]) -> T:
-    """Returns what `work` returns on rank 0 on all ranks, which call this together; see `on_one_rank`."""
+    """Collective call: runs `work` on rank 0 and returns its result on all ranks; see `on_one_rank`."""
     return on_one_rank(backend.world.gather_objects, backend.rank == 0, work)
 
 
 def on_one_rank(
     gather: Callable[[Any], list[Any]], runs_here: bool, work: Callable[[], T], failed: str = ""
 ) -> T:
-    """Runs `work` on the first rank that it `runs_here`, and returns its result on all, which call this together.
+    """Collective call: runs `work` on the rank with `runs_here` and returns its result on all ranks.
 
-    `gather` gives every rank everyone's value. Where `work` raises a UserError, all ranks raise it; for any other
-    exception they raise RuntimeError with its description behind `failed`, so that none waits for the one that failed.
+    If several ranks run it, the result of the first is returned. `gather` is an all-gather of objects. If `work` raises
+    a UserError, all ranks raise it; for any other exception all raise a RuntimeError with its description after
+    `failed`, so that no rank keeps waiting for the failed one.
     """
     outcome: tuple[T | None, Exception | None] | None = None
     cause: Exception | None = None

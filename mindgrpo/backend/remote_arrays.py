@@ -1,7 +1,7 @@
-"""Brings entries of remote arrays from the ranks that made them to those that ask for them, and to no other.
+"""Fetches entries of remote per-token arrays (expert routes) from the ranks that own them to the ranks that need them.
 
-Of a step of a large model these are gigabytes, which every rank would get with the samples: a token has a byte for each
-of its experts in each layer. A rank asks for its rows' samples and its stage's layers when it plans them.
+For a large model these arrays are gigabytes a step, one byte per token, layer and chosen expert, too much to broadcast
+with the samples. Each rank fetches only the samples of its rows and the layers of its stage, when it plans its rows.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from mindgrpo.algorithm.sample import Rollout
 from mindgrpo.algorithm.token_arrays import RemoteArray, RemoteSegment, Segment
 from mindgrpo.backend.contract import Group
 
-# Of what is passed on to be written, at a time.
+# The default size of a batch that is gathered on the first rank to be written.
 FEW_BYTES = 32 << 20
 
 
 class FetchedArrays(Mapping[int, np.ndarray]):
-    """The entries of samples, [tokens, C, ...], of `columns` among all C (layers, say).
+    """Maps a sample's index to its entries [tokens, len(columns), ...] of a remote array [tokens, C, ...].
 
-    A sample's are there once they were fetched. Empty where there are no columns. `world` are all ranks, which make the
-    same calls with the same samples, but for `fetch`, which takes those that a rank needs.
+    `columns` are indices of dim 1, such as the layers of a stage; the mapping is empty without any. A sample owned by
+    another rank has to be fetched first. `arrays` must be the same on every rank of `world`. `fetch` is collective, but
+    each rank passes only the samples that it needs.
     """
 
     def __init__(self, arrays: Sequence[RemoteArray], columns: Sequence[int], world: Group) -> None:
         self._columns, self._world = list(columns), world
         self._rank = world.ranks[world.index]
-        # Segments are numbered alike on every rank, and those that samples share once.
+        # Numbers are the same on every rank, and a segment shared by several samples has one number.
         numbers: dict[int, int] = {}
         self._segments: list[Segment] = []
         for segment in (segment for array in arrays for segment in array.segments):
@@ -55,7 +56,7 @@ class FetchedArrays(Mapping[int, np.ndarray]):
         return np.asarray(self._segments[number])[:, self._columns]
 
     def fetch(self, samples: Iterable[int]) -> None:
-        """Gets the entries of `samples` from other ranks, as far as they are not here; all ranks together."""
+        """Collective call: receives the entries of `samples` that are not on this rank yet from their owners."""
         if self._world.size == 1:
             return
         needed = {number for sample in samples for number in self._numbers[sample]}
@@ -91,7 +92,7 @@ class FetchedArrays(Mapping[int, np.ndarray]):
         )
 
     def owned(self, samples: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-        """Yields the segments [tokens, all C, ...] that this rank owns, and how many of `samples` have each."""
+        """Yields (segment [tokens, C, ...], number of `samples` with it) for each segment that this rank owns."""
         times = np.zeros(len(self._segments), np.int64)
         for sample in samples:
             np.add.at(times, self._numbers[sample], 1)
@@ -112,9 +113,9 @@ def _joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
 def gathered(
     arrays: Sequence[RemoteArray], world: Group, most_bytes: int = FEW_BYTES
 ) -> Iterator[np.ndarray]:
-    """Yields the entries of each sample as one array on the first rank, without values elsewhere.
+    """Yields each sample's entries [tokens, C, ...] on the first rank, and empty arrays on all other ranks.
 
-    All ranks go through them together, to the end. The first gets those of a few samples at a time, of `most_bytes` or
+    Collective: all ranks must iterate to the end. The first rank receives batches of samples of about `most_bytes`, or
     of one sample.
     """
     is_first, begin, size = world.index == 0, 0, 0
@@ -130,7 +131,7 @@ def gathered(
 
 
 def gathered_arrays(rollout: Rollout, world: Group) -> dict[str, list[RemoteArray]]:
-    """Returns the remote arrays of a rollout's samples by name, whole on the first rank; all ranks together."""
+    """Collective call: returns a rollout's remote arrays by name, complete on the first rank and empty elsewhere."""
     return {
         name: [RemoteArray((own,)) for own in gathered(arrays, world)]
         for name, arrays in rollout.token_arrays.items()

@@ -1,7 +1,7 @@
-"""What devices do in a second: the constants that the roofline of plan/ divides its counts by, as data.
+"""Hardware constants of the roofline model in plan/: peak rates, bandwidths and latencies of each device.
 
-Each is the default of the key of `context.roofline` that has its name. Published figures where there are any; the
-others are estimates, good to a factor of two, until they are measured on the device.
+Each is the default of the `context.roofline` key of the same name. They are published figures where available, else
+estimates within a factor of two until measured on the device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mindgrpo.backend.targets import Target
 
 @dataclass(frozen=True)
 class Speeds:
-    """Rates of one device; of a whole host where all its ranks share `cores`. Config's Roofline says what each is."""
+    """Constants of one device, or of a whole host if its ranks share `cores`. Roofline in config/ documents them."""
 
     matmul_tflops: float
     float32_tflops: float
@@ -37,7 +37,7 @@ class Speeds:
 # Peaks: cores x clock x 8,192 operations a cycle, from CANN's platform_config (Ascend910B2C.ini: 24 at 1.8 GHz;
 # Ascend910A.ini: 32 at 1 GHz; the 910B3 has 20). Memory: 1.6 and 1.2 TB/s of HBM, eight devices a host, each joined to
 # every other by 56 GB/s (910A: to three by 30 GB/s), and a port of 200 Gb/s (910A: 100), from Huawei's pages of the
-# Atlas 800T A2 and 800-9000. Products reach half of the peak and links 60 % in published runs of models of this size.
+# Atlas 800T A2 and 800-9000. GEMMs reach half of the peak and links 60 % in published runs of models of this size.
 # Launches, calls, waits, the AI CPU and compilation are estimates.
 _910B2 = Speeds(
     matmul_tflops=354.0,
@@ -92,5 +92,5 @@ SPEEDS = {
 
 
 def device_of(target: Target) -> str:
-    """Names the entry of SPEEDS that a run without a choice is estimated with."""
+    """Returns the key of SPEEDS that estimates use by default."""
     return "host" if target.keeps_weights_on_host else "910B2"

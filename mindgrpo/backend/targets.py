@@ -1,4 +1,4 @@
-"""Names the devices that a run can ask for, and says what is known of each without its libraries."""
+"""The devices and backends that a run can choose, and everything known about them without importing their libraries."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ from pathlib import Path
 
 from mindgrpo.errors import UserError
 
-# One of them is set by CANN's set_env.sh.
+# CANN's set_env.sh sets one of these variables.
 CANN_FOLDERS = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 DEVICE_FILES = Path("/dev")
-# Where ranks of one host meet: the first that can be written to.
+# Where the ranks of a host find each other: the first writable folder.
 BOARD_FOLDERS: tuple[Path, ...] = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 DEVICES = ("CPU", "Ascend")
 # The first is the device's default.
 BACKENDS = {"CPU": ("shared_memory", "device"), "Ascend": ("device",)}
-# HCCL's own are 120 and 1836 seconds: too short for the slowest rank's load of a large model, before which no rank has
-# connected to it, and for a rank that writes while the others wait for it on their devices. These are the largest
-# numbers that every NPU takes (CANN's pages of these variables).
+# HCCL's defaults are 120 and 1836 seconds: too short while the slowest rank loads a large model, before which no rank
+# connects to it, and while one rank writes a checkpoint and the others wait for it on their devices. These are the
+# largest values that every NPU accepts (CANN's pages of these variables).
 HCCL_SECONDS = {"HCCL_CONNECT_TIMEOUT": "7200", "HCCL_EXEC_TIMEOUT": "17340"}
-# HCCL has this much for what a group of ranks sends and as much for what it receives (HCCL_BUFFSIZE, 200 MB), beside
-# MindSpore's memory.
+# HCCL allocates a send and a receive buffer per group (HCCL_BUFFSIZE, 200 MB each), outside MindSpore's memory.
 GROUP_BUFFER_BYTES = 2 * 200 * 2**20
-# The NPUs of the host that a process sees, by number; without it, all.
+# Lists the numbers of the host's NPUs that a process sees; all if unset.
 VISIBLE_DEVICES = "ASCEND_RT_VISIBLE_DEVICES"
-# Methods of kernels/contract.py that a device has operations of its own for: what context.plain_kernels can name.
+# Methods of kernels/contract.py with fused implementations, which context.plain_kernels can turn off.
 FUSED_KERNELS = (
     *("rms_norm", "add_rms_norm", "glu", "add_matmul", "largest", "expert_mlp", "expert_matmul"),
     *("attention", "context_attention", "prefill_attention", "cached_attention"),
     *("adamw_cell", "squares"),
 )
-# The launcher sets it where a job has several hosts.
+# Set by the launcher for jobs on several hosts.
 RANKS_PER_HOST = "MINDGRPO_RANKS_PER_HOST"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device, and how its ranks share work: the memory of one host, or MindSpore's communication."""
+    """A device type, and how its ranks communicate: through shared memory of one host or MindSpore's collectives."""
 
     device: str
     backend: str
@@ -50,22 +49,22 @@ class Target:
 
     @property
     def has_fused_attention(self) -> bool:
-        """Returns whether attention is one operation of the device's in float16 and bfloat16."""
+        """Returns whether the device has a fused attention operator (in float16 and bfloat16)."""
         return self.device == "Ascend"
 
     @property
     def keeps_weights_on_host(self) -> bool:
-        """Returns whether what it trains lies in the memory of the host itself."""
+        """Returns whether the trained weights live in host memory."""
         return self.device == "CPU"
 
     @property
     def group_bytes(self) -> int:
-        """Returns the bytes of a device that each group of ranks takes, outside of context.max_device_memory."""
+        """Returns the device bytes that each communication group takes on top of context.max_device_memory."""
         return GROUP_BUFFER_BYTES if self.device == "Ascend" else 0
 
     @property
     def may_fork(self) -> bool:
-        """Returns whether ranks may be forked from a process with their imports: not where a driver is loaded."""
+        """Returns whether ranks may be forked from a process that has imported MindSpore: not with a driver loaded."""
         return self.device == "CPU" and not device_files()
 
     def __str__(self) -> str:
@@ -76,9 +75,9 @@ SHARED_MEMORY = Target("CPU", "shared_memory")
 
 
 def choose_target(device_target: str | None, backend: str | None) -> Target:
-    """Resolves `context.device_target` and `context.backend` here. Raises UserError for what does not exist.
+    """Resolves `context.device_target` and `context.backend` on this host. Raises UserError for unknown names.
 
-    Without a device, the one that is available: Ascend where the host has one.
+    The default device is Ascend if the host has one, else the CPU.
     """
     device = device_target or ("Ascend" if device_files() else "CPU")
     matches = [name for name in DEVICES if name.lower() == device.lower()]
@@ -101,7 +100,7 @@ def ranks_per_host(environment: Mapping[str, str], world_size: int) -> int:
 
 
 def check_hosts(target: Target, environment: Mapping[str, str], world_size: int) -> None:
-    """Raises UserError where ranks are on several hosts, as the launcher says, and share memory."""
+    """Raises UserError if `target` shares memory between ranks but the launcher started ranks on several hosts."""
     per_host = ranks_per_host(environment, world_size)
     if target == SHARED_MEMORY and per_host < world_size:
         raise UserError(
@@ -112,22 +111,22 @@ def check_hosts(target: Target, environment: Mapping[str, str], world_size: int)
 
 
 def device_files() -> list[Path]:
-    """Lists /dev/davinci0 and so on, by which the host's driver shows Ascend devices."""
+    """Returns the Ascend device files of the host's driver, /dev/davinci0 and so on."""
     return sorted(path for path in DEVICE_FILES.glob("davinci*") if path.name[7:].isdecimal())
 
 
 def rank_variables() -> dict[str, str]:
-    """Returns the environment variables that ranks of this host get for its devices; a user's own values win."""
+    """Returns default environment variables for ranks on this host's devices; the user's own values take precedence."""
     return dict(HCCL_SECONDS) if device_files() else {}
 
 
 def log_variables(folder: Path) -> dict[str, str]:
-    """Returns the variables by which CANN writes the errors of this process below `folder`."""
+    """Returns the environment variables that make CANN write its error logs to `folder`."""
     return {"ASCEND_PROCESS_LOG_PATH": str(folder), "ASCEND_GLOBAL_LOG_LEVEL": "3"}
 
 
 def device_state(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Names what runs compute on here without a `context.device_target`, and the remedy where they cannot; else ""."""
+    """Returns a sentence about the default device of this host, and a remedy if that device is unusable, else ""."""
     if not device_files():
         return "runs compute on the CPU: no Ascend device (/dev/davinci*) is here", ""
     if not any(environment.get(name) for name in CANN_FOLDERS):
@@ -137,7 +136,7 @@ def device_state(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def check_device(target: Target, environment: Mapping[str, str]) -> None:
-    """Raises UserError where this host lacks what `target` computes on."""
+    """Raises UserError if this host lacks the device of `target` or its software."""
     if target.device != "Ascend":
         return
     if device_files():
@@ -150,14 +149,14 @@ def check_device(target: Target, environment: Mapping[str, str]) -> None:
 
 
 def open_device(target: str) -> None:
-    """Raises UserError where MindSpore has no such device."""
+    """Selects the device in MindSpore. Raises UserError if MindSpore cannot use it."""
     import mindspore as ms
 
     try:
         ms.set_device(target)
     except (RuntimeError, ValueError) as error:
         if target == "CPU":
-            # A program that has computed with MindSpore before has opened it.
+            # MindSpore refuses a second choice once it has computed, but the CPU may already be chosen.
             if ms.get_context("device_target") == target:
                 return
             raise

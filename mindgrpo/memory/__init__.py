@@ -1,4 +1,4 @@
-"""Owns where each role's tensors are: on the device, on the host, or released.
+"""Moves each role's memory pools between device and host.
 
-Phases of a step activate the pools they need, within the budget of context.max_device_memory.
+Each phase of a step activates the pools that it needs, within the budget of context.max_device_memory.
 """

@@ -1,11 +1,11 @@
-"""Owns where tensors are: on the device, on the host, or released.
+"""Tracks and moves each role's memory pools: on the device, offloaded to the host, or released.
 
-Every pool that the backend hands out is registered here under a role. A phase names the roles that it needs on the
-device (`PHASES`); the others leave before those arrive, or stay as long as there is room. Bytes of a role that
-is rebuilt are released and come back as zeros; all others are kept on the host.
+Every pool of the backend is registered here under a role. A phase lists the roles that it needs on the device
+(`PHASES`); other roles leave the device first, or stay while there is room. Roles that are rebuilt in each step are
+released, and come back as zeros; all others are offloaded to the host.
 
-Device memory is added up by phase. The plan of a run and the memory of a rank at work are tables of this one kind, so
-they can be compared.
+Device memory is added up by phase. A run's memory plan and the memory of a running rank use the same kind of table, so
+that they can be compared.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.errors import UserError
 
-# What each phase needs on the device; roles that a run does not have are left out of its table. The copies are
-# adapters in the generator's layout before they are added to its weights, and the policy in the reference's layout
-# before the two are mixed. Master weights are the optimizer's own, where the policy's are of a narrower dtype.
+# The roles that each phase needs on the device; roles that a run does not have are left out of its table.
+# adapters_copy are adapters in the generator's layout, before they are merged into its weights; reference_copy is the
+# policy in the reference's layout, before the two are mixed. master_weights exist if the policy's weights are 16-bit.
 PHASES: Mapping[str, tuple[str, ...]] = {
     "reshard": ("policy", "generator", "adapters_copy"),
     "rollout": ("generator", "kv_cache"),
@@ -33,14 +33,14 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "update": ("policy", "gradients", "optimizer", "master_weights"),
     "sync_reference": ("policy", "reference", "reference_copy"),
 }
-# Roles whose bytes are released with their phase, and made again; those of others are kept on the host.
+# Roles that are released after their phase and rebuilt; all others are offloaded to the host.
 REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes on the device in one phase, by role."""
+    """Device memory of one phase, in bytes by role."""
 
     phase: str
     by_role: Mapping[str, int]
@@ -55,7 +55,7 @@ class PhaseMemory:
 
 
 def by_phase(by_role: Mapping[str, int]) -> list[PhaseMemory]:
-    """Returns the table of a run whose roles take `by_role` bytes each."""
+    """Returns the memory of each phase, for a run whose roles take `by_role` bytes."""
     return [
         PhaseMemory(phase, {role: by_role[role] for role in roles if role in by_role})
         for phase, roles in PHASES.items()
@@ -75,7 +75,7 @@ def check_budget(rows: Sequence[PhaseMemory], budget: int | None) -> None:
 
 
 class CountedPool(Pool):
-    """Memory that is only counted: None stands in place of its parameters."""
+    """A pool for memory plans, which has a size but no memory; its parameters are None."""
 
     def __init__(
         self, num_bytes: int, dtype: Dtype = "float32", is_host_memory: bool = False
@@ -103,9 +103,9 @@ class Location(Enum):
 
 @dataclass
 class Role:
-    """Pools that move together. `rebuilt`: their bytes are not kept outside the phases that need them.
+    """Pools that move together. `rebuilt`: their contents are discarded after the phases that need them.
 
-    `host_only` pools are host memory on every device and never move.
+    `host_only` pools are in host memory on every device, and never move.
     """
 
     name: str
@@ -121,9 +121,9 @@ class Role:
 
 @dataclass
 class Ledger:
-    """Peak bytes on the device by phase; bytes and seconds of all transfers between device and host.
+    """Peaks of device memory by phase, in bytes, and total bytes and seconds of device-host transfers.
 
-    `peak_by_phase` has the roles' bytes, `measured_by_phase` all that was allocated, where the device counts it.
+    `peak_by_phase` counts roles; `measured_by_phase` counts all allocations, if the device reports them.
     """
 
     peak_by_phase: dict[str, int] = field(default_factory=dict)
@@ -133,11 +133,11 @@ class Ledger:
 
 
 class Residency:
-    """`budget_bytes` is the most that a phase may have on the device. With `keeps`, a role that a phase does not need
-    stays on the device where the budget allows it, and so nothing is copied that need not be.
+    """Moves roles so that each phase has those that it needs on the device.
 
-    `reserved`: bytes by phase that graphs take beside all roles, which those that only stay must leave free.
-    `take_peak`: see contract.Backend.take_device_peak.
+    `budget_bytes` limits a phase's device memory. With `keeps`, roles that a phase does not need stay on the device if
+    the budget allows it, which avoids copies. `reserved` is the memory of each phase's graphs, in bytes, which roles
+    that merely stay must leave free. `take_peak` is contract.Backend.take_device_peak.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Residency:
         self._spare = SparePages()
 
     def register(self, name: str, pools: Sequence[Pool], rebuilt: bool, filled: bool) -> None:
-        """Takes over device pools as role `name`; `filled`: their bytes are on the device now and worth keeping."""
+        """Registers device pools as role `name`. `filled`: they stay on the device, with contents worth keeping."""
         location = Location.DEVICE if filled else Location.RELEASED
         for pool in pools:
             if rebuilt:
@@ -165,18 +165,18 @@ class Residency:
         self.roles[name] = Role(name, tuple(pools), rebuilt, location)
 
     def add(self, pools_by_role: Mapping[str, Sequence[Pool]]) -> None:
-        """Registers roles with device pools: those of REBUILT are not filled yet, and all others are."""
+        """Registers the device pools of several roles, as filled unless they are in REBUILT."""
         for name, pools in pools_by_role.items():
             if pools:
                 self.register(name, pools, name in REBUILT, filled=name not in REBUILT)
 
     def register_host(self, name: str, pools: Sequence[Pool]) -> None:
-        """Takes over pools of host memory as role `name`."""
+        """Registers pools of host memory as role `name`."""
         self.roles[name] = Role(name, tuple(pools), False, Location.HOST, host_only=True)
 
     @contextmanager
     def temporary_host(self, name: str, pools: Sequence[Pool]) -> Iterator[None]:
-        """Registers pools of host memory for the duration of the block and releases them after it."""
+        """Context manager that registers pools of host memory as role `name`, and releases them on exit."""
         self.register_host(name, pools)
         try:
             yield
@@ -185,7 +185,7 @@ class Residency:
                 pool.release()
 
     def table(self) -> list[PhaseMemory]:
-        """Returns the bytes on this rank's device by phase, of the roles that it has."""
+        """Returns the device memory of each phase on this rank."""
         on_device = [role for role in self.roles.values() if not role.host_only]
         return by_phase({role.name: role.num_bytes for role in on_device})
 
@@ -202,7 +202,10 @@ class Residency:
         return sum(r.num_bytes for r in self.roles.values() if r.location is Location.HOST)
 
     def activate(self, phase: str) -> None:
-        """Moves roles so that exactly those of `phase` are on the device. Raises UserError before anything moves."""
+        """Moves the roles of `phase` to the device, and others off it unless they may stay.
+
+        Raises UserError, before anything moves, if the phase exceeds the budget.
+        """
         check_budget([row for row in self.table() if row.phase == phase], self._budget)
         self._measure()
         self.phase = phase
@@ -218,31 +221,31 @@ class Residency:
         if not all(
             pool.is_host_memory for role in moving if role.name in needed for pool in role.pools
         ):
-            # Another process, such as vLLM's, needs the memory now.
+            # Another process, such as vLLM's, may need the memory now.
             self._spare.give_up()
         self.ledger.transfer_seconds += time.perf_counter() - started
         peak = self.ledger.peak_by_phase.get(phase, 0)
         self.ledger.peak_by_phase[phase] = max(self.device_bytes, peak)
 
     def peaks(self) -> dict[str, int]:
-        """Returns the most bytes on the device by phase so far: measured, or of the roles where it does not count."""
+        """Returns the peak of device memory by phase so far: measured, or that of roles if the device reports none."""
         self._measure()
         return self.ledger.peak_by_phase | self.ledger.measured_by_phase
 
     def planned_peaks(self) -> dict[str, int]:
-        """Returns bytes by phase: of roles that were on the device, even if they only stayed, and of graphs."""
+        """Returns the expected peak by phase: all roles on the device, even those that merely stayed, and graphs."""
         planned = self.ledger.peak_by_phase
         return {phase: size + self._reserved.get(phase, 0) for phase, size in planned.items()}
 
     def _measure(self) -> None:
-        """Counts what was allocated since the last call to the current phase, which is about to end or continues."""
+        """Attributes the peak of allocations since the last call to the current phase."""
         peak = self._take_peak()
         if peak is not None and self.phase:
             measured = self.ledger.measured_by_phase
             measured[self.phase] = max(peak, measured.get(self.phase, 0))
 
     def _fits(self) -> bool:
-        """Returns whether what is on the device may stay there, beside what the phase brings."""
+        """Returns whether all roles on the device may stay there, together with those of the phase."""
         if not self._keeps:
             return False
         needed = PHASES[self.phase]

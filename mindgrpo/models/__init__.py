@@ -1,5 +1,5 @@
-"""Builds the decoder of a model family, for one rank of any layout, as MindSpore cells over the kernel contract.
+"""The decoder of all model families, as MindSpore cells for one rank of any parallel layout, built on backend kernels.
 
-`families.py` declares the families, `decoder.py` the block, and `pipeline.py` runs a stage forward for log-probs.
-Weights on disk are in weights/, kernels in backend/.
+`families.py` declares the families, `decoder.py` defines the decoder block, and `pipeline.py` runs a pipeline stage
+forward to compute log-probs. Loading and saving weights is in weights/, kernels are in backend/.
 """

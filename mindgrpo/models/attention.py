@@ -1,6 +1,6 @@
-"""A layer's attention around a kernel that may be any: packed rows in training, whole prompts, or a cache.
+"""Attention of a layer: projections and norms around any attention kernel (packed rows, prefill or decode).
 
-Letters as in decoder.py; W = (queries + 2 kv) D, the width of a rank's projection.
+Dimensions as in decoder.py; W = (queries + 2 kv) D is the width of a rank's fused qkv projection.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from mindgrpo.models.shard import Shard
 
 
 class Attention(nn.Cell):
-    """(normed x_NH, context) -> what attention adds to the residual, a split of heads over the group.
+    """(normed x_NH, context) -> attention output x_NH, to be added to the residual; heads are split over the tp group.
 
-    `attend` is an attention of the kernels' contract, and `context` what it takes after the norms' weights.
+    `attend` is an attention cell of the kernels (backend/kernels/contract.py), and `context` its inputs after the norm
+    weights.
     """
 
     def __init__(self, shard: Shard, prefix: str, attend: nn.Cell) -> None:
@@ -59,9 +60,9 @@ class Attention(nn.Cell):
 
 
 class ProjectionNorm(nn.Cell):
-    """qkv [N, W] (+ its bias) with RMS norms over all of a token's queries and over all of its keys.
+    """qkv [N, W] -> [N, W]: adds the bias, if any, and applies RMS norms over all queries and all keys of a token.
 
-    Their heads lie on the ranks of a group, so the mean square is one sum over ranks: [N, 2] forward and backward.
+    Heads are split over the tp group, so the mean squares take an all-reduce of float32 [N, 2], forward and backward.
     """
 
     def __init__(self, shard: Shard, name: str) -> None:
@@ -71,7 +72,7 @@ class ProjectionNorm(nn.Cell):
         self.keys = self.queries + shard.kv_heads * config.head_dim
         self.q_norm, self.k_norm = shard[name + "q_norm.weight"], shard[name + "k_norm.weight"]
         self.offset, self.eps = config.family.norm_offset, config.rms_norm_eps
-        # Keys that several ranks hold are in the sum as often.
+        # Keys that are replicated on several ranks occur in the sum several times.
         widths = (config.num_attention_heads, config.num_key_value_heads * shard.kv_copies)
         self.mean = Tensor([[1.0 / (heads * config.head_dim) for heads in widths]], ms.float32)
         self.bias = shard.get(name + "qkv_proj.bias")
@@ -88,7 +89,7 @@ class ProjectionNorm(nn.Cell):
             qkv = qkv + self.vector(self.bias)
         queries, keys, values = self.split(qkv, self.widths, 1)
         squares = self.concat((self.squares(queries), self.squares(keys)))
-        # All ranks use the sum, so its gradient is a sum over them as well.
+        # All ranks use the sum, so its gradient is summed over them too.
         total = self.copy(self.reduce(squares))
         of_queries, of_keys = self.halves(ops.rsqrt(total * self.mean + self.eps))
         queries = (

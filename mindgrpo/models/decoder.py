@@ -1,8 +1,9 @@
-"""Defines the decoder as graph code: embedding, block, head. Training, prompts and decoding differ in attention only.
+"""The decoder as graph code: embedding, layers, head. Training, prefill and decoding differ in the attention cell only.
 
-`x_NH`: N tokens, H = hidden; in packed rows N = R rows * T tokens; M picked positions; V local vocabulary. With
-sequence parallelism, hidden states between attention and MLP are those of the rank's own N / tp tokens. Everything but
-matrix products comes from the backend's kernels, what differs between families from the model's configuration.
+`x_NH` are hidden states [N tokens, H hidden size] in the compute dtype; in packed rows, N = R rows * T tokens. M are
+picked positions, V is the vocabulary shard. With sequence parallelism, hidden states between attention and MLP are
+[N / tp, H]. Everything except plain GEMMs comes from the backend's kernels, and differences between families come from
+the model's configuration.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from mindgrpo.models.shard import Shard
 
 
 class StageInputs(NamedTuple):
-    """Holds what each stage reads of a micro-batch beside x: positions int32 [R, T], spans int32 [R, T, 3], and columns
-    int32 [G, R, T / G] of the G ranks that share the rows. ExpertInputs follow where layers read a plan of experts.
+    """The inputs of every stage for a micro-batch, besides x, in the order in which graphs take them.
 
-    As in backend/kernels/contract.py. Graphs take these in this order: a new input is a field here and of the
-    micro-batch, and is named again only by the cell that reads it.
+    positions int32 [R, T], spans int32 [R, T, 3], and columns int32 [G, R, T / G] of the G context-parallel ranks that
+    share the rows, as in backend/kernels/contract.py. ExpertInputs follow if layers read a plan of experts. To add an
+    input, add a field here and to the micro-batch, and read it in the cell that needs it.
     """
 
     positions: Any
@@ -43,9 +44,8 @@ OF_EXPERTS = len(ExpertInputs._fields)
 
 
 class HeadInputs(NamedTuple):
-    """Holds what the last stage's head reads beside x: `labels` int32 [M] at `picks` int32 [M] of the N places.
-
-    A pick of -1 is padding: it takes a row of zeros.
+    """The inputs of the last stage's head, besides x: `labels` int32 [M], and the positions `picks` int32 [M] below N
+    that predict them. A pick of -1 is padding, and yields a row of zeros.
     """
 
     picks: Any
@@ -53,27 +53,27 @@ class HeadInputs(NamedTuple):
 
 
 def tensors_of(kind: Any, arrays: Any) -> tuple[Tensor, ...]:
-    """Returns the fields of NamedTuple `kind`, read by their names from `arrays`, as tensors."""
+    """Returns the attributes of `arrays` named like the fields of NamedTuple `kind`, as tensors."""
     return tuple(Tensor(getattr(arrays, name)) for name in kind._fields)
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """`modules` ("attention", "mlp") of each `every`-th layer are computed again in the backward pass, not kept."""
+    """Activation recomputation: `modules` ("attention", "mlp") of every `every`-th layer are recomputed in backward."""
 
     modules: frozenset[str] = frozenset()
     every: int = 1
 
     def applies_to(self, index: int) -> bool:
-        """Returns whether layer `index`, from 0 over the whole model, is one of these."""
+        """Returns whether layer `index` of the whole model, from 0, is recomputed, at least in part."""
         return bool(self.modules) and index % self.every == 0
 
     def whole_layer(self, index: int) -> bool:
-        """Tells whether all of layer `index` is computed again."""
+        """Returns whether layer `index` is recomputed as a whole."""
         return self.applies_to(index) and self.modules == {"attention", "mlp"}
 
     def apply(self, layer: Any, index: int) -> None:
-        """Marks the parts of a layer that are computed again; whole ones are gradient graphs' to compute again."""
+        """Marks the recomputed modules of a layer; layers recomputed as a whole are left to the gradient graphs."""
         if not self.applies_to(index) or self.whole_layer(index):
             return
         for module in sorted(self.modules):
@@ -85,7 +85,7 @@ WHOLE_LAYERS = Recompute(frozenset(("attention", "mlp")))
 
 
 class Embedding(nn.Cell):
-    """tokens int32 [N] -> x_NH, the table's rows split over the group."""
+    """tokens int32 [N] -> x_NH; the embedding table's rows (vocabulary) are split over the tp group."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Embedding(nn.Cell):
         return self.rows(tokens, self.table)
 
     def rows(self, tokens: Any, table: Any) -> Any:
-        """Computes the same of a table that is given."""
+        """Looks up tokens int32 [N] in `table` [V, H] -> x_NH."""
         x = self.leave(self.embed(tokens, table), tokens)
         if self.is_scaled:
             x = x * self.scale
@@ -107,7 +107,7 @@ class Embedding(nn.Cell):
 
 
 class Norm(nn.Cell):
-    """The RMS norm of x_NH with weight `key`."""
+    """x_NH -> x_NH: the RMS norm with weight `key` [H]."""
 
     def __init__(self, shard: Shard, key: str) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Norm(nn.Cell):
 
 
 class AddNorm(nn.Cell):
-    """Adds and norms: (x_NH, what is to be added to it) -> (their sum, its norm as in Norm)."""
+    """(x_NH, added [N, H]) -> (x + added, Norm(x + added)), or the sum twice if `key` is None."""
 
     def __init__(self, shard: Shard, key: str | None) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class AddNorm(nn.Cell):
 
 
 class GatedMlp(nn.Cell):
-    """down(activation(gate(x)) * up(x)), the inner dim split over the group (arXiv:2002.05202)."""
+    """x_NH -> down(activation(gate(x)) * up(x)), x_NH (arXiv:2002.05202); the inner dim is split over the tp group."""
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class GatedMlp(nn.Cell):
 
 
 def feed_forward(shard: Shard, index: int, chooses: bool, reads_plan: bool) -> nn.Cell:
-    """Returns the feed-forward of layer `index`, as its LayerKind asks; how experts are chosen as in moe.py."""
+    """Returns the MLP or mixture of experts of layer `index`; `chooses` and `reads_plan` as in moe.MixtureOfExperts."""
     moe = shard.config.moe_of(index)
     if moe is not None:
         experts = MixtureOfExperts(shard, index, moe, chooses, reads_plan)
@@ -172,12 +172,12 @@ def feed_forward(shard: Shard, index: int, chooses: bool, reads_plan: bool) -> n
 
 
 class Layer(nn.Cell):
-    """(x_NH, what the layer before adds to it, context) -> the same pair: each sum is made where its norm needs it.
+    """(x_NH, added [N, H], context) -> (x_NH, added [N, H]), where x + added is the residual stream.
 
-    A stage's first layer has nothing to add and ignores `added`, as all do that get the sum (`gets_sum`). `attend` and
-    `context` as in attention.py. With experts, if it `reads_plan`, behind the context follow its ExpertInputs, and if
-    it `chooses`, its choice follows the pair. `is_cached`: `attend` reads keys and values from the plain decoder's
-    cache, or fills it.
+    The addition is deferred so that it can be fused with the next norm. A stage's first layer, and all layers with
+    `gets_sum`, take the residual stream as x and ignore `added`. `attend` and `context` are as in attention.py. A layer
+    with experts that `reads_plan` finds its ExpertInputs at the end of the context, and one that `chooses` returns its
+    choice as a third output. `is_cached`: `attend` reads or fills the KV cache of the plain decoder.
     """
 
     def __init__(
@@ -234,9 +234,9 @@ class Layer(nn.Cell):
 
 
 class SummedLayer(nn.Cell):
-    """(x_NH, context) -> x_NH: one flow between layers, so that a layer that is computed again keeps one tensor.
+    """(x_NH, context) -> x_NH, the residual stream, so that a recomputed layer stores only one tensor.
 
-    With the layer's choice of experts, where it returns one.
+    Also returns the layer's choice of experts, if it has one.
     """
 
     def __init__(self, layer: Layer) -> None:
@@ -252,9 +252,9 @@ class SummedLayer(nn.Cell):
 
 
 class Rotary:
-    """The tables that a stage's layers need, float32 [positions, 2 D] each, and which of them each layer takes.
+    """The rotary tables of a stage's layers, float32 [positions, 2 D] each; `of_layer` is the table of each layer.
 
-    `is_cached`: of heads as the plain decoder caches them.
+    `is_cached`: for heads in the layout of the plain decoder's KV cache.
     """
 
     def __init__(self, shard: Shard, num_positions: int, is_cached: bool = False) -> None:
@@ -268,14 +268,14 @@ class Rotary:
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
     def context(self, kind: int, is_causal: bool) -> nn.Cell:
-        """Returns the cell (*StageInputs) -> what attention of layers of that kind takes of them."""
+        """Returns the cell (*StageInputs) -> the context that attention with table `kind` takes."""
         group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
         if group.size == 1:
             return UnsharedRows(kernels.rope_and_mask(table, is_causal))
         return kernels.context_inputs(table, group.index)
 
     def attention(self, heads: Heads, kind: int, is_causal: bool, gathers_again: bool) -> nn.Cell:
-        """Returns the attention of packed rows, or of the own tokens of rows that ranks share."""
+        """Returns the attention cell of packed rows, context-parallel if ranks share rows."""
         group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
         if group.size == 1:
             return kernels.attention(heads, table, is_causal)
@@ -285,13 +285,12 @@ class Rotary:
 
 
 class Stage(nn.Cell):
-    """A stage's layers: (tokens int32 [R, T] or x_NH, *inputs) -> x_NH; positions stay below `num_positions`.
+    """A pipeline stage's layers: (tokens int32 [R, T] on the first stage, else x_NH, *inputs) -> x_NH.
 
-    The `num_inputs` inputs are StageInputs, and ExpertInputs if it `reads_plan`.
-
-    With `is_causal` each row is one run, as in backend/kernels/contract.py. A stage with experts that `chooses` them
-    returns its layers' choices int32 [layers, N, K] and their margins float32 [layers, N] behind x. It reads no plan,
-    unless it `replays` one, whose experts are then computed in place of the chosen ones.
+    The `num_inputs` inputs are StageInputs, and ExpertInputs if it `reads_plan`; positions are below `num_positions`.
+    With `is_causal`, each row is a single run, as in backend/kernels/contract.py. A stage with experts that `chooses`
+    also returns the routers' choices, int32 [layers, N, K], and their margins, float32 [layers, N]. It reads no plan
+    unless it `replays` one, and then computes the planned experts instead of the chosen ones.
     """
 
     def __init__(
@@ -309,7 +308,7 @@ class Stage(nn.Cell):
         self.chooses = chooses and any(has_experts)
         self.reads_plan = (replays or not chooses) and any(has_experts)
         self.num_inputs = OF_ALL_LAYERS + (OF_EXPERTS if self.reads_plan else 0)
-        # The number of each layer among those with experts.
+        # The index of each layer among those with experts; -1 for dense layers.
         self.plan_of = tuple(
             sum(has_experts[:i]) if own else -1 for i, own in enumerate(has_experts)
         )
@@ -322,7 +321,8 @@ class Stage(nn.Cell):
             [rotary.context(kind, is_causal) for kind in range(len(rotary.tables))]
         )
         self.recomputed = tuple(recompute.whole_layer(index) for index in shard.layers)
-        # A graph of its own then makes what layers get. The last stage's keeps the last layer, which is needed at once.
+        # A separate forward graph then returns the layers' inputs. The last stage excludes its last layer, whose
+        # activations are kept, since its backward follows at once.
         all_again = all(self.recomputed) and len(shard.layers) > 1
         self.hands_inputs_on = not shard.is_last or all_again
         self.handed_on = len(shard.layers) - 1 if shard.is_last else len(shard.layers)
@@ -344,9 +344,9 @@ class Stage(nn.Cell):
         return self.compute(x, inputs)
 
     def compute(self, x: Any, inputs: Any) -> Any:
-        """Computes the same from the inputs as one tuple.
+        """Like construct, with the inputs as one tuple, for use inside gradient cells.
 
-        MindSpore never frees a graph, nor its weights, in which a gradient's cells pass `*inputs` on.
+        MindSpore never frees a graph, or its weights, whose gradient cells pass on `*inputs`.
         """
         contexts = self.contexts(inputs)
         if not self.chooses:
@@ -364,7 +364,7 @@ class Stage(nn.Cell):
         return x, ops.stack(topk_ids), ops.stack(margins)
 
     def contexts(self, inputs: Any) -> Any:
-        """Makes each layer's context of the inputs."""
+        """Returns the context of each layer, made from the inputs."""
         positions, spans, columns = inputs[:OF_ALL_LAYERS]
         tables = []
         for rope_and_mask in self.rope_and_masks:
@@ -383,7 +383,7 @@ class Stage(nn.Cell):
         return contexts
 
     def flows(self, x: Any, contexts: Any, count: int) -> Any:
-        """Returns what each of the first `count` layers gets, and then what the last of them gives, x_NH each."""
+        """Returns the inputs of the first `count` layers and the output of the last of them, x_NH each."""
         if self.is_first:
             x = self.embed(x.reshape(-1))
         flows = [x]
@@ -394,10 +394,10 @@ class Stage(nn.Cell):
 
 
 class StageForward(nn.Cell):
-    """A stage that is trained: as Stage -> (x_NH, what its layers but the first got, x_NH each).
+    """The forward pass of a trained stage, with inputs of Stage: -> (output x_NH, *inputs of its layers, x_NH each).
 
-    The first stage has token ids for x, and also returns what its first layer got. The last stage leaves its last layer
-    out.
+    The first layer's input is returned only on the first stage, where x are token ids. The last stage leaves out its
+    last layer.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -411,7 +411,7 @@ class StageForward(nn.Cell):
 
 
 class Head(nn.Cell):
-    """x_NH -> logits [N, V]: the last norm and the product with the head's table."""
+    """x_NH -> logits float32 [N, V]: the final norm and the LM head's GEMM."""
 
     def __init__(self, shard: Shard) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ class Head(nn.Cell):
         return self.logits(x, self.table)
 
     def logits(self, x: Any, table: Any) -> Any:
-        """Computes the same with a table that is given."""
+        """Computes logits float32 [N, V] of x_NH with the LM head `table` [V, H]."""
         x = self.copy(self.norm(x))
         if self.widens:
             x = ops.cast(x, ms.float32)
@@ -439,8 +439,8 @@ class Head(nn.Cell):
 
 
 class LogProbStage(nn.Cell):
-    """A last stage: (x, *its inputs, *HeadInputs) -> (log p [M], entropy [M]) of the labels, and the stage's choices
-    of experts where it returns some."""
+    """The last stage with its head: (x, *inputs of Stage, *HeadInputs) -> (log-probs float32 [M], entropies float32
+    [M]) of the labels, followed by the stage's choices and margins if it `chooses`."""
 
     def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
         super().__init__()
@@ -463,14 +463,14 @@ class LogProbStage(nn.Cell):
         return self.compute(x, inputs)
 
     def compute(self, x: Any, inputs: Any) -> Any:
-        """Computes the same from (*its inputs, *HeadInputs) as one tuple, like Stage."""
+        """Like construct, with (*inputs of Stage, *HeadInputs) as one tuple; see Stage.compute."""
         made = self.stage.compute(x, inputs[: self.of_stage])
         if not self.stage.chooses:
             return self.head(made, inputs[self.of_stage :])
         return (*self.head(made[0], inputs[self.of_stage :]), *made[1:])
 
     def head(self, x: Any, inputs: Any) -> Any:
-        """Computes what follows the layers: (x_NH, HeadInputs as one tuple) -> (log p [M], entropy [M])."""
+        """Computes the head: (x_NH, HeadInputs as one tuple) -> (log-probs float32 [M], entropies float32 [M])."""
         picks, labels = inputs
         picked = self.copy(self.norm(self.pick(picks, self.all_tokens(x))))
         if self.widens:

@@ -1,7 +1,7 @@
 """A decoder's dimensions and options, read from a Hugging Face `config.json`.
 
-Raises UserError for architectures and options that the decoder does not compute exactly. What the file leaves out is
-its family's default (families.py), which transformers takes too; a file that leaves out more is refused.
+Raises UserError for architectures and options that the decoder does not compute exactly. Missing keys get the defaults
+of the model's family (families.py), the same as in transformers; a missing key without a default is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mindgrpo.models.families import (
 from mindgrpo.strict_files import looked_at, read_object
 
 MAX_CONFIG_BYTES = 1 << 20
-# Far beyond any model; within them every product of two fits in 64 bits and every list of tensors in memory.
+# Limits far beyond any model, within which products of two sizes fit in 64 bits and lists of tensors in memory.
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 1 << 24, 4096, 1 << 16
 LLAMA3_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")
 ROPE_FACTORS = (*LLAMA3_FACTORS, "original_max_position_embeddings")
@@ -35,17 +35,17 @@ YARN_FACTORS = (
     "original_max_position_embeddings",
 )
 ROPE_NAMES = ("rope_type", "type", "rope_theta")
-# The one way of routing in groups that is computed.
+# The only supported variant of group-limited routing.
 GROUPED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Distinguishes a layer from others of the model.
+    """The properties of a layer that differ within a model.
 
-    A local one sees the last `sliding_window` tokens and has rotary positions of base `local_rope_theta`. The
-    feed-forward of one with experts is that of `DecoderConfig.moe`.
+    A local layer attends to the last `sliding_window` tokens and has rotary embeddings of base `local_rope_theta`. A
+    layer with experts has the mixture of experts of `DecoderConfig.moe` instead of an MLP.
     """
 
     is_local: bool = False
@@ -54,13 +54,13 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeConfig:
-    """A feed-forward of `num_experts` experts, gated MLPs `inner` wide, of which a token passes `per_token`.
+    """A mixture of `num_experts` experts, gated MLPs of size `inner`, of which each token uses `per_token`.
 
-    A token's results are summed, each times its score: the softmax or the sigmoid of the router's logits, with
-    `renormalise` divided by the sum of the chosen ones', times `scaling`. Of experts in `groups`, those of the
-    `groups_taken` best groups can be chosen. `has_bias`: a bias is added to scores for the choice alone. An expert that
-    all tokens pass is `shared_inner` wide; 0 where there is none. `balance_coef` is that of the loss that balances
-    experts while they are trained (Balance in moe.py).
+    The experts' outputs are summed, weighted by scores: the softmax or the sigmoids of the router's logits, divided by
+    the sum over the chosen experts with `renormalise`, and multiplied by `scaling`. Of `groups` of experts, only those
+    of the `groups_taken` best groups can be chosen. `has_bias`: a bias is added to the scores to choose experts only.
+    `shared_inner` is the MLP size of the shared expert, 0 without one. `balance_coef` is the coefficient of the
+    load-balancing loss in training (Balance in moe.py).
     """
 
     num_experts: int
@@ -77,18 +77,18 @@ class MoeConfig:
 
     @property
     def active_inner(self) -> int:
-        """Returns the width of all the experts that a token passes."""
+        """Returns the total MLP size of the experts that a token uses, with the shared expert."""
         return self.per_token * self.inner + self.shared_inner
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention (arXiv:2405.04434, section 2.1): dims of what a token's heads are made of.
+    """Dimensions of multi-head latent attention (arXiv:2405.04434, section 2.1).
 
-    Keys and values are products of a latent `rank` wide, queries of one `query_rank` wide, or of the hidden state where
-    that is None. A head of queries and keys has `nope_dim` dims without positions, then `rope_dim` ones with them, of
-    which keys have one head for all; pairs that turn together are neighbours where `is_interleaved`, else halves. A
-    head of values has `value` dims.
+    Keys and values are up-projections of a latent of size `rank`; queries are made from a latent of size `query_rank`,
+    or from the hidden state if it is None. A query or key head has `nope_dim` dims without positions, then `rope_dim`
+    rotary dims, which all key heads share. Rotary pairs are adjacent dims if `is_interleaved`, else the two halves. A
+    value head has `value` dims.
     """
 
     query_rank: int | None
@@ -99,17 +99,16 @@ class LatentConfig:
     is_interleaved: bool
 
 
-# Of the norms of latents, whatever rms_norm_eps is: transformers' DeepseekV3RMSNorm.
+# The norms of latents ignore rms_norm_eps and use the default of transformers' DeepseekV3RMSNorm.
 LATENT_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Dimensions of a decoder; `raw` is the config.json they came from, for writing it back.
+    """Dimensions and options of a decoder; `raw` is the config.json that they came from, for writing it back.
 
-    Scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i; the sliding window is None in models
-    without local layers, `moe` in those without experts, `latent` in those whose keys and values are products of hidden
-    states.
+    Attention scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i. `sliding_window` is None in
+    models without local layers, `moe` in dense models, and `latent` without latent attention.
     """
 
     model_type: str
@@ -138,25 +137,25 @@ class DecoderConfig:
     raw: Mapping[str, Any]
 
     def balanced(self, coef: float) -> DecoderConfig:
-        """Returns the same, whose experts are balanced while they are trained; itself without experts."""
+        """Returns a copy whose load-balancing loss has coefficient `coef`; a dense model returns itself."""
         return self if self.moe is None else replace(self, moe=replace(self.moe, balance_coef=coef))
 
     def moe_of(self, layer: int) -> MoeConfig | None:
-        """Returns the experts of a layer that has some."""
+        """Returns the layer's mixture of experts; None for a dense layer."""
         return self.moe if self.layers[layer].has_experts else None
 
     def active_inner(self, layer: int) -> int:
-        """Returns the width of a layer's feed-forward, with experts that of those that a token passes."""
+        """Returns the MLP size of a layer; with experts, the total of those that a token uses."""
         moe = self.moe_of(layer)
         return self.intermediate_size if moe is None else moe.active_inner
 
     @property
     def value_dim(self) -> int:
-        """Returns the width of a head that attention mixes."""
+        """Returns the size of a value head."""
         return self.head_dim if self.latent is None else self.latent.value
 
     def attention_size(self, tp_size: int = 1) -> int:
-        """Counts the elements of a layer's attention matrices on one of `tp_size` ranks."""
+        """Returns the number of elements of a layer's attention matrices on one of `tp_size` ranks."""
         hidden, heads = self.hidden_size, self.num_attention_heads // tp_size
         if (latent := self.latent) is None:
             kv_heads = max(1, self.num_key_value_heads // tp_size)
@@ -171,14 +170,14 @@ class DecoderConfig:
 
     @property
     def column_cost(self) -> float:
-        """Returns what a token's attention to one column costs, as a share of a layer's matrix products."""
+        """Returns the cost of a token's attention to one column, as a fraction of the cost of a layer's GEMMs."""
         queries = self.num_attention_heads * self.head_dim
         inner = sum(map(self.active_inner, range(len(self.layers)))) / len(self.layers)
         return 2 * queries / (self.attention_size() + 3 * self.hidden_size * inner)
 
 
 def read_config(directory: str | Path) -> DecoderConfig:
-    """Reads the decoder of a Hugging Face directory. Raises UserError where it cannot be computed exactly."""
+    """Reads the config.json of a Hugging Face directory. Raises UserError if the model cannot be computed exactly."""
     path = Path(directory) / "config.json"
     if not Path(directory).is_dir():
         where = looked_at(directory)
@@ -193,7 +192,7 @@ def read_config(directory: str | Path) -> DecoderConfig:
             "merge_and_unload and save_pretrained of the PEFT library do, and set actor_config.load to that."
         )
     if not path.exists():
-        # Of a run of this package, or of one of its checkpoints.
+        # The folder of a run, or of one of its checkpoints.
         if any(Path(directory, name).exists() for name in ("manifest.json", "checkpoints")):
             raise UserError(
                 f"'{directory}' holds a run's checkpoint, not a model; export it with python -m mindgrpo export --from "
@@ -211,7 +210,7 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     """Reads the `fields` of config.json as a DecoderConfig; `where` is named in errors."""
     family = _family(fields, where)
     named = {**family.defaults, **fields}
-    # A null is as good as a key that is left out, but of how many positions the model knows.
+    # A null counts as a missing key, except for max_position_embeddings.
     raw = {**family.defaults, **{key: value for key, value in fields.items() if value is not None}}
     for key, reason in {**NOT_COMPUTED, **family.not_computed}.items():
         if raw.get(key):
@@ -271,7 +270,7 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
 
 
 def _heads(raw: Mapping[str, Any], where: str, latent: LatentConfig | None) -> tuple[int, int, int]:
-    """Returns (heads of queries, heads of keys and values, head_dim)."""
+    """Returns (query heads, key-value heads, head_dim)."""
     heads = _positive(raw, "num_attention_heads", where)
     hidden = _positive(raw, "hidden_size", where)
     if "head_dim" not in raw and hidden % heads:
@@ -281,7 +280,7 @@ def _heads(raw: Mapping[str, Any], where: str, latent: LatentConfig | None) -> t
         )
     head_dim = _positive(raw, "head_dim", where) if "head_dim" in raw else hidden // heads
     if latent is not None:
-        # What the file calls so is the width of the part with positions.
+        # In the file, head_dim is the size of the rotary part only.
         head_dim = latent.nope_dim + latent.rope_dim
     kv = "num_key_value_heads"
     kv_heads = _positive(raw, kv, where) if kv in raw else heads
@@ -343,8 +342,8 @@ def _local_layers(raw: Mapping[str, Any], count: int, where: str) -> tuple[bool,
 def _experts(
     raw: Mapping[str, Any], family: ExpertFamily, layers: int, where: str
 ) -> tuple[MoeConfig, tuple[bool, ...]]:
-    """Returns the experts, and which layers have them."""
-    # transformers 5 writes the second for the first.
+    """Returns the mixture of experts, and for each layer whether it has experts."""
+    # transformers 5 writes num_local_experts instead of the family's own key.
     names = (family.number_key, "num_local_experts")
     number = [key for key in names if key in raw] or [family.number_key]
     counts = {_positive(raw, key, where, MAX_EXPERTS) for key in number}
@@ -385,7 +384,7 @@ def _experts(
 
 
 def _in_groups(raw: Mapping[str, Any], moe: MoeConfig, where: str) -> MoeConfig:
-    """Returns experts as DeepSeek-V3 chooses and shares them."""
+    """Returns `moe` with DeepSeek-V3's group-limited routing and shared expert."""
     for key, computed in GROUPED_ROUTING.items():
         if raw[key] != computed:
             raise UserError(
@@ -452,10 +451,10 @@ def _switch(raw: Mapping[str, Any], key: str, where: str) -> bool:
 def _rope(
     raw: Mapping[str, Any], layers: str, key: str, where: str, takes_yarn: bool = False
 ) -> tuple[float, Mapping[str, Any] | None]:
-    """Returns base and scaling of the rotary positions of layers of type `layers`.
+    """Returns the base and the scaling of rotary embeddings in layers of type `layers`.
 
-    transformers 4 writes the base at `key` and the scaling, of full attention's layers alone, at rope_scaling;
-    later versions write both into rope_parameters, by the type of layers where there are several.
+    transformers 4 writes the base to `key`, and the scaling, for full-attention layers only, to rope_scaling. Later
+    versions write both to rope_parameters, keyed by layer type if there are several.
     """
     rope = raw.get("rope_parameters", {})
     if isinstance(rope, Mapping):
@@ -489,14 +488,14 @@ def _without_names(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _yarn_scale(scaling: Mapping[str, Any] | None) -> float:
-    """Returns what YaRN multiplies attention's scores by in models with latents (arXiv:2309.00071, section 3.4)."""
+    """Returns YaRN's factor of attention scores in models with latent attention (arXiv:2309.00071, section 3.4)."""
     if scaling is None or "mscale_all_dim" not in scaling:
         return 1.0
     return yarn_magnitude(scaling, "mscale_all_dim") ** 2
 
 
 def yarn_magnitude(scaling: Mapping[str, Any], key: str) -> float:
-    """Returns 0.1 m ln(factor) + 1, where `key` names m."""
+    """Returns 0.1 m ln(factor) + 1, where m is the value of `key`."""
     return 0.1 * float(scaling[key]) * math.log(max(1.0, float(scaling["factor"]))) + 1.0
 
 

@@ -1,4 +1,4 @@
-"""Plans which rows a layer's experts compute, from the experts of every token: before a graph starts, on the host."""
+"""Plans the dispatch of tokens to experts, on the host and before a graph starts, from each token's chosen experts."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-# A token without experts; so is padding, which is sent nowhere.
+# The expert id of slots without an expert, such as those of padding tokens, which are not dispatched.
 NO_EXPERT = -1
 
 
 class ExpertInputs(NamedTuple):
-    """Holds what graphs read of N tokens in L layers with experts, as backend/kernels/contract.py has it.
+    """The graph inputs of L mixture-of-experts layers for N tokens of a micro-batch; int32, -1 for none.
 
-    int32 `topk_ids` [L, N, K], -1 of none; the slots and rows of them, `order` [L, S], `counts` [L, experts of this
-    rank] and `home` [L, N, K]. Where experts are spread over ranks, S = ep C: C rows that are sent to each rank of
-    other experts, those of one expert beside each other. `by_expert` [L, etp S] are the arrived rows in the order of
-    this rank's experts, and `as_arrived` [L, etp S] are their places in it, -1 where nothing is; [L, 1] elsewhere.
-    `balance` float32 is expert_routes.balance, [L, 1] without.
+    `topk_ids` [L, N, K]: the chosen experts. `order` [L, S], `counts` [L, experts of this rank] and `home` [L, N, K]
+    map expert slots to S dispatched rows and back, as in backend/kernels/contract.py; S = N K on a rank with all
+    experts. With expert parallelism S = ep C: C rows, the capacity, are sent to each ep rank, sorted by expert. The
+    receiver sorts the etp S rows that arrive: `by_expert` [L, etp S] is the arrival position of each sorted row, and
+    `as_arrived` [L, etp S] the sorted position of each arrived row; both are [L, 1] without expert parallelism.
+    `balance` float32 [L, N + E] is expert_routes.balance, or [L, 1] without a balancing loss.
     """
 
     topk_ids: np.ndarray
@@ -33,8 +34,10 @@ class ExpertInputs(NamedTuple):
 
 
 class ExpertSpread(NamedTuple):
-    """How experts are spread: `ep` ranks have other ones, `etp` ranks each other columns; this rank is number `member`
-    of both, counted along `etp` first."""
+    """Sharding of experts: `ep` ranks hold different experts, `etp` ranks different columns of the same experts.
+
+    `member` is this rank's index in the ep x etp group, where neighbours along etp have consecutive indices.
+    """
 
     ep: int
     etp: int
@@ -45,12 +48,12 @@ class ExpertSpread(NamedTuple):
         return self.ep * self.etp
 
 
-# Rows that a rank may get in multiples of an even share: few, as each is a graph of its own.
+# Capacities in multiples of an even share; only a few, since each needs a graph of its own.
 CAPACITIES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
 def plan_experts(topk_ids: np.ndarray, num_experts: int) -> ExpertInputs:
-    """Plans layers whose tokens have experts `topk_ids` int [L, N, K], on a rank that has all experts."""
+    """Plans L layers whose tokens chose experts `topk_ids` int [L, N, K], on a rank that holds all experts."""
     layers, count = len(topk_ids), topk_ids[0].size
     order, home = _empty(layers, count), _empty(layers, count)
     for layer, own in enumerate(topk_ids.reshape(layers, -1)):
@@ -63,15 +66,18 @@ def plan_experts(topk_ids: np.ndarray, num_experts: int) -> ExpertInputs:
 
 
 def rows_by_expert(topk_ids: np.ndarray, num_experts: int) -> np.ndarray:
-    """Counts each layer's rows of each expert: int32 [L, E]."""
+    """Returns the number of slots of each expert in each layer, int32 [L, E], of `topk_ids` int [L, N, K]."""
     flat = topk_ids.reshape(len(topk_ids), -1)
     counts = [np.bincount(own[own >= 0], minlength=num_experts) for own in flat]
     return np.stack(counts).astype(np.int32)
 
 
 def capacity(sent: np.ndarray, spread: ExpertSpread, slots: int) -> int:
-    """Returns the rows that each rank sends to each: enough for all of `sent` int [ranks, ..., E], whose tokens have
-    `slots` experts altogether on a rank, and a multiple of few."""
+    """Returns the capacity: the number of rows that each rank sends to each ep rank.
+
+    It fits the largest of the row counts `sent` int [ranks, ..., E], and is one of a few multiples (CAPACITIES) of an
+    even share of `slots`, the number N K of a rank's expert slots.
+    """
     to_each = sent.reshape(*sent.shape[:-1], spread.ep, -1).sum(-1)
     even = -(-slots // spread.ep)
     rows = int(to_each.max())
@@ -82,10 +88,10 @@ def capacity(sent: np.ndarray, spread: ExpertSpread, slots: int) -> int:
 def plan_spread(
     topk_ids: np.ndarray, sent: np.ndarray, spread: ExpertSpread, rows: int
 ) -> ExpertInputs:
-    """Plans layers whose experts are spread over ranks.
+    """Plans L layers whose experts are sharded over ranks.
 
-    `topk_ids` int [L, N, K] are this rank's tokens' experts, `sent` int [ranks, L, E] the rows of each expert that each
-    rank has, and `rows` the capacity.
+    `topk_ids` int [L, N, K] are the experts of this rank's tokens, `sent` int [ranks, L, E] the number of rows that
+    each rank sends to each expert, and `rows` is the capacity.
     """
     (layers, *_), experts = topk_ids.shape, sent.shape[-1] // spread.ep
     order = _empty(layers, spread.ep * rows)
@@ -118,6 +124,6 @@ def _empty(layers: int, count: int) -> np.ndarray:
 
 
 def _by_expert(own: np.ndarray) -> np.ndarray:
-    """Returns the slots of `own` [N K] that have experts, in the order of these."""
+    """Returns the slots with an expert, sorted by expert, of expert ids `own` int [N K]."""
     slots = np.flatnonzero(own >= 0)
     return slots[np.argsort(own[slots], kind="stable")]

@@ -1,8 +1,8 @@
-"""Knows which experts a step's tokens have, on the ranks that compute them, and makes of it what graphs read.
+"""Keeps the experts that a step's tokens are routed to, on the ranks that compute them, and plans graph inputs.
 
-No graph with a gradient chooses experts: their routes are the generator's, a per-token array of the rollout (router
-replay, arXiv:2510.11370), or those that a forward pass of before has recorded. With them every count is known before a
-graph starts. Prompts count with each of their samples, so that packing changes no figure.
+Training graphs never choose experts: the routes are the generator's, a per-token array of the rollout (router replay,
+arXiv:2510.11370), or those recorded by an earlier forward pass. All row counts are thus known before a graph starts.
+In statistics, a prompt counts once for each of its samples, so that packing does not change the numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mindgrpo.models.shard import Shard, routing
 
 
 class Choices(NamedTuple):
-    """Holds what routers chose for N tokens in L layers: `topk_ids` int32 [L, N, K] and their `margins` float32 [L, N],
-    as backend/kernels/contract.py has them."""
+    """The routers' choices for N tokens in L layers: `topk_ids` int32 [L, N, K] and `margins` float32 [L, N], as in
+    backend/kernels/contract.py."""
 
     topk_ids: np.ndarray
     margins: np.ndarray
@@ -39,9 +39,9 @@ class Choices(NamedTuple):
 
 @dataclass(frozen=True)
 class Margins:
-    """By how much routers choose: `total` of the margins of `count` tokens of layers, and the `least` one.
+    """Statistics of router margins: the `total` over `count` (token, layer) pairs, and the `least`.
 
-    A margin is the score of the last expert that is chosen minus that of the first that is not.
+    A margin is the score of the last chosen expert minus that of the best expert not chosen.
     """
 
     total: float = 0.0
@@ -59,12 +59,12 @@ class Margins:
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """A step's experts in numbers, of a rank or of all.
+    """Routing statistics of a step, of one rank or of all.
 
-    `load_max` is load_of_fullest of all samples and layers (None of a rank without such layers). `is_replayed`: the
-    routes are the generator's. `compared` counts tokens of layers where routers chose while others were replayed, and
-    `changed` those of them for which they chose other experts. `margins` are of the first pass over all samples in
-    which routers chose, without a count before it.
+    `load_max` is load_of_fullest over all samples and layers (None on a rank without expert layers). `is_replayed`: the
+    routes are the generator's. `compared` counts the (token, layer) pairs for which routers chose while replaying, and
+    `changed` those for which they chose different experts. `margins` are those of the first pass over all samples in
+    which routers chose; their count is 0 before.
     """
 
     load_max: float | None = None
@@ -84,7 +84,7 @@ class ExpertStatistics:
         )
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns the metrics of a step's row; what no pass has measured is left out."""
+        """Returns the step's metrics, without those that no pass has measured."""
         metrics = {"moe/load_max": self.load_max, "moe/routes_replayed": float(self.is_replayed)}
         if self.compared:
             metrics["moe/routes_changed"] = self.changed / self.compared
@@ -96,7 +96,7 @@ class ExpertStatistics:
 
 @dataclass(frozen=True)
 class TokenShare:
-    """Part `index` of `of` equal ones of a rank's tokens, where ranks share them out."""
+    """Shard `index` of `of` equal token shards (sequence parallelism)."""
 
     index: int = 0
     of: int = 1
@@ -110,10 +110,11 @@ ALL_TOKENS = TokenShare()
 
 
 class StageExperts:
-    """What `shard`'s stage has of experts: `layers` are its L ones with experts among all `num_layers` of the model.
+    """The mixture-of-experts layers of `shard`'s stage; its methods are collective over all ranks.
 
-    All ranks call it together. Those of `same_layers` compute other tokens; None without layers. `share` are this
-    rank's tokens of a micro-batch, and `group` those over which experts are `spread`.
+    `layers` are the indices of the stage's L expert layers among the model's `num_layers` expert layers. `same_layers`
+    is the group of ranks that compute other tokens with the same layers; None without such layers. `share` selects this
+    rank's tokens of a micro-batch, and `group` is the ep x etp group over which experts are sharded (`spread`).
     """
 
     def __init__(self, shard: Shard, backend: Backend) -> None:
@@ -132,7 +133,7 @@ class StageExperts:
         self.spread = ExpertSpread(mesh.ep, mesh.etp, self.group.index)
 
     def replayed(self, rollout: Rollout) -> StepExperts | None:
-        """Takes the generator's routes; None without."""
+        """Returns the generator's routes of a rollout, or None if it recorded none."""
         arrays = rollout.token_arrays.get("routes")
         if arrays is None:
             return None
@@ -142,7 +143,10 @@ class StageExperts:
     def recorded(
         self, batches: Sequence[MicroBatch], choices: Sequence[Choices], num_samples: int
     ) -> StepExperts:
-        """Keeps what routers chose; the micro-batches of those with the same layers have all samples."""
+        """Returns the routers' `choices` for `batches` as routes by sample.
+
+        Together, the micro-batches of the ranks with the same layers must contain all samples.
+        """
         routes: dict[int, np.ndarray] = {}
         if self.same_layers is not None:
             own = routes_by_sample(batches, [each.topk_ids for each in choices], self.share)
@@ -152,8 +156,8 @@ class StageExperts:
 
 @dataclass(frozen=True)
 class StepExperts:
-    """The experts of a step's samples on this rank: `routes` int [prompt + completion - 1, L, K] of each sample, in the
-    L layers of its `stage`; empty where there are none."""
+    """The routes of a step's samples on this rank: expert ids int [prompt + completion - 1, L, K] by sample, in the L
+    expert layers of its `stage`; empty without such layers."""
 
     stage: StageExperts
     routes: Mapping[int, np.ndarray]
@@ -163,12 +167,12 @@ class StepExperts:
         return replace(self, statistics=replace(self.statistics, **figures))
 
     def loaded(self, num_samples: int) -> StepExperts:
-        """Measures the load of all samples; all ranks together."""
+        """Collective call: returns a copy with the load of all samples in its statistics."""
         load = self.load(range(num_samples))
         return self._with(load_max=load_of_fullest(load)) if load.size else self
 
     def measured(self, batches: Sequence[MicroBatch], choices: Sequence[Choices]) -> StepExperts:
-        """Adds up the margins of choices for all samples."""
+        """Returns a copy with the margins of `choices`, made for all samples, in its statistics."""
         if not routing(self.stage.moe).has_rest:
             return self
         pairs = zip(batches, choices, strict=bool(choices))
@@ -178,7 +182,7 @@ class StepExperts:
     def compared(
         self, inputs: Sequence[ExpertInputs] | None, choices: Sequence[Choices]
     ) -> StepExperts:
-        """Counts what routers chose while `inputs` were computed, if these are the generator's."""
+        """Returns a copy that counts how `choices` differ from the replayed `inputs`, if these are the generator's."""
         own = self.statistics
         if not own.is_replayed or inputs is None:
             return self
@@ -188,7 +192,7 @@ class StepExperts:
         return self._with(compared=own.compared + compared, changed=own.changed + changed)
 
     def load(self, members: Sequence[int]) -> np.ndarray:
-        """Returns load_by_expert of samples `members`, of which each rank counts a part; all ranks together."""
+        """Collective call: returns load_by_expert of samples `members`, int64 [L, E]; each rank counts a part."""
         stage, number, routes = self.stage, self.stage.moe.num_experts, self.routes
         if isinstance(routes, FetchedArrays):
             load = np.zeros(stage.num_layers * number, np.int64)
@@ -207,9 +211,9 @@ class StepExperts:
         members: Sequence[int] | None = None,
         scale: float = 1.0,
     ) -> list[ExpertInputs] | None:
-        """Plans micro-batches; None where the stage has no layers with experts. All ranks together.
+        """Collective call: returns the ExpertInputs of each micro-batch, or None if the stage has no expert layers.
 
-        With `members`, the samples of an update, experts are balanced, by a loss `scale` times as large.
+        With `members`, the samples of an update, they include the balancing loss, multiplied by `scale`.
         """
         stage, moe, routes = self.stage, self.stage.moe, self.routes
         if isinstance(routes, FetchedArrays):
@@ -237,9 +241,9 @@ class StepExperts:
 
 
 def count_choices(chosen: np.ndarray, topk_ids: np.ndarray) -> np.ndarray:
-    """Counts tokens of layers that have `topk_ids` int [L, N, K], and those for which others are `chosen`: int64 [2].
+    """Returns int64 [2]: how many (layer, token) pairs have experts, and for how many `chosen` differs from `topk_ids`.
 
-    The order of a token's experts does not count.
+    Both are int [L, N, K]; the order of a token's experts does not matter.
     """
     is_token = (topk_ids >= 0).all(-1)
     differs = (np.sort(chosen, -1) != np.sort(topk_ids, -1)).any(-1)
@@ -249,10 +253,8 @@ def count_choices(chosen: np.ndarray, topk_ids: np.ndarray) -> np.ndarray:
 def routes_by_sample(
     batches: Sequence[MicroBatch], recorded: Sequence[np.ndarray], share: TokenShare = ALL_TOKENS
 ) -> dict[int, np.ndarray]:
-    """Splits routes [L, N, K] of each micro-batch, or of a share of it, by sample: int16 [prompt + completion - 1, L,
-    K].
-
-    NO_EXPERT is at tokens that other ranks have, which share the rows.
+    """Splits the routes [L, N, K] of each micro-batch, or of a token shard of it, by sample: int16
+    [prompt + completion - 1, L, K]. Tokens of other ranks that share the rows get NO_EXPERT.
     """
     samples: dict[int, np.ndarray] = {}
     for batch, routes in zip(batches, recorded, strict=True):
@@ -269,7 +271,7 @@ def routes_by_sample(
 
 
 def merge_routes(by_rank: Iterable[Mapping[int, np.ndarray]]) -> dict[int, np.ndarray]:
-    """Merges the routes by sample of ranks with the same layers."""
+    """Merges the routes by sample, int16 [prompt + completion - 1, L, K], of ranks with the same layers."""
     merged: dict[int, np.ndarray] = {}
     for routes in by_rank:
         for sample, own in routes.items():
@@ -278,7 +280,7 @@ def merge_routes(by_rank: Iterable[Mapping[int, np.ndarray]]) -> dict[int, np.nd
 
 
 def load_by_expert(routes: Iterable[np.ndarray], layers: int, num_experts: int) -> np.ndarray:
-    """Counts each expert's tokens in samples with `routes` [tokens, L, K]: int64 [L, E]."""
+    """Returns each expert's number of tokens, int64 [L, E], in samples with `routes` [tokens, L, K]."""
     load = np.zeros(layers * num_experts, np.int64)
     first = np.arange(layers)[:, None] * num_experts
     for own in routes:
@@ -287,28 +289,29 @@ def load_by_expert(routes: Iterable[np.ndarray], layers: int, num_experts: int) 
 
 
 def load_of_fullest(load: np.ndarray) -> float:
-    """Returns how many tokens the fullest expert of any layer has, as a multiple of its layer's mean: 1 or more."""
+    """Returns the largest load of an expert in `load` [L, E], relative to the mean of its layer; 1 or more."""
     return float((load.max(1) / np.maximum(load.mean(1), 1.0 / load.shape[1])).max())
 
 
 def balance_factors(load: np.ndarray, per_token: int, coef: float) -> np.ndarray:
-    """Returns float32 [L, E], factors of experts' probabilities, summed over tokens, in a loss that balances experts.
+    """Returns the factors, float32 [L, E], of the experts' summed router probabilities in the load-balancing loss.
 
-    The loss of a layer is coef E sum_e f_e P_e, f_e the share of T tokens that are sent to e and P_e the mean of e's
-    probability, over all samples of an update (arXiv:2101.03961, equation 4). `load` [L, E] is load_by_expert of them.
+    The loss of a layer is coef E sum_e f_e P_e, where f_e is the fraction of the tokens that are routed to e and P_e
+    the mean of e's probability over all samples of an update (arXiv:2101.03961, equation 4). `load` int64 [L, E] is
+    load_by_expert of these samples.
     """
     tokens = load.sum(1, keepdims=True) / per_token
     return (coef * load.shape[1] * load / np.maximum(tokens, 1) ** 2).astype(np.float32)
 
 
 def balance(batch: MicroBatch, factors: np.ndarray, share: TokenShare = ALL_TOKENS) -> np.ndarray:
-    """Returns float32 [L, N + E]: how many samples each of a micro-batch's tokens, or of a share of them, is of; and
-    the `factors` [L, E]."""
+    """Returns float32 [L, N + E]: the number of samples that contain each token of a micro-batch, or of a token shard
+    of it, followed by the `factors` [L, E]."""
     return np.concatenate([np.tile(_repeats(batch, share), (len(factors), 1)), factors], 1)
 
 
 def _repeats(batch: MicroBatch, share: TokenShare) -> np.ndarray:
-    """Counts the samples that each of a micro-batch's tokens, or of a share of them, is of: float32 [N]."""
+    """Returns how many samples contain each token of a micro-batch, or of a token shard of it, float32 [N]."""
     whole = np.zeros(batch.positions.shape, np.float32)
     for number, row in enumerate(batch.rows):
         for placed in row:
@@ -318,7 +321,7 @@ def _repeats(batch: MicroBatch, share: TokenShare) -> np.ndarray:
 
 
 def margins_of(batch: MicroBatch, margins: np.ndarray, share: TokenShare = ALL_TOKENS) -> Margins:
-    """Adds up `margins` [L, N] of a micro-batch's tokens, or of a share of them."""
+    """Returns statistics of the `margins` float32 [L, N] of a micro-batch's tokens, or of a token shard of them."""
     repeats = _repeats(batch, share)
     own = margins[:, repeats > 0].astype(np.float64)
     total = float((own @ repeats[repeats > 0]).sum())
@@ -331,14 +334,14 @@ def routes_of(
     sizes: tuple[int, int],
     share: TokenShare = ALL_TOKENS,
 ) -> np.ndarray:
-    """Returns the routes of a micro-batch's tokens, or of a share of them, from those of its samples: int32 [L, N, K].
+    """Gathers the routes of a micro-batch's tokens, or of a token shard, int32 [L, N, K], from those of its samples.
 
-    `sizes` are L and K: a micro-batch may have no samples.
+    `sizes` are (L, K), since a micro-batch may have no samples.
     """
     layers, slots = sizes
     whole = np.full((*batch.positions.shape, layers, slots), NO_EXPERT, np.int32)
     for number, row in enumerate(batch.rows):
-        # A prompt's are those of its first sample.
+        # Reversed, so that a prompt gets the routes of its first sample.
         for placed in reversed(row):
             whole[number, placed.inputs] = samples[placed.sample]
     own = batch.own(whole)

@@ -1,7 +1,7 @@
-"""Model families as declared data: how the blocks of one architecture differ from those of another.
+"""Model families, declared as data: how the decoder blocks of one architecture differ from those of another.
 
-A family is what all models of one `model_type` in config.json have in common; decoder_config.py adds a model's own
-dimensions. A new family is an entry of FAMILIES: docs/extending.md says what else to touch.
+A family holds what all models of one `model_type` in config.json have in common; decoder_config.py adds the dimensions
+of a particular model. To add a family, add an entry to FAMILIES; docs/extending.md says what else to change.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Literal
 
 from mindgrpo.backend.kernels.shapes import Activation
 
-# How routers' logits become scores.
+# The function from router logits to expert scores.
 ExpertScores = Literal["softmax", "sigmoid"]
 
 
 @dataclass(frozen=True)
 class BlockNorms:
-    """Names that a layer's norms have in files, by what they norm: the input or the output of attention and MLP.
+    """Names of a layer's norms in checkpoint files, for the input and the output of attention and of the MLP.
 
-    None where the family has no norm.
+    None if the family has no such norm.
     """
 
     attention_in: str | None = None
@@ -31,13 +31,14 @@ class BlockNorms:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFamily:
-    """How a family's config.json describes its experts, and how their scores are made (decoder_config.MoeConfig).
+    """How a family's config.json describes its mixture of experts (decoder_config.MoeConfig).
 
-    `inner_key`: an expert's width. `renormalise_key`: the switch of scores that are divided by their sum; they always
-    are without one. `has_dense_layers`: decoder_sparse_step and mlp_only_layers say which layers have experts, without
-    them all have. `has_groups`: as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), experts are chosen of the best of
-    n_group groups, with a bias, and scores are multiplied by routed_scaling_factor; n_shared_experts more are passed by
-    all tokens, and the first first_k_dense_replace layers have none. No key may be left out.
+    `inner_key` is the key of an expert's MLP size. `renormalise_key` is the switch that divides scores by their sum; in
+    families without one, they always are. `has_dense_layers`: decoder_sparse_step and mlp_only_layers determine which
+    layers have experts; in other families all have. `has_groups`: as in DeepSeek-V3 (arXiv:2412.19437, section 2.1.2),
+    experts are chosen from the best of n_group groups, with a bias, and scores are multiplied by
+    routed_scaling_factor; n_shared_experts process all tokens, and the first first_k_dense_replace layers are dense.
+    All of these keys are required.
     """
 
     inner_key: str
@@ -54,16 +55,17 @@ PRE_NORMS = BlockNorms(attention_in="input_layernorm", mlp_in="post_attention_la
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Distinguishes one architecture from the others that the decoder computes.
+    """The properties of an architecture in which it differs from the others that the decoder supports.
 
-    `qkv_bias`: q, k and v have one; `bias_key` is config.json's switch in families where q, k, v and o may have one.
-    `qk_norm`: over each head by itself, or over the whole projection of a token. A norm multiplies by `norm_offset`
-    plus its weight. `activation_key` names the MLP's activation in config.json. `scaled_embeddings` are multiplied
-    by sqrt(hidden_size). Scores are divided by the square root of `query_scalar_key` in config.json, of head_dim
-    without one. `has_local_layers`: some layers see a sliding window only and have a rotary base of their own.
-    `has_latents`: keys and values are made of a token's latent (decoder_config.LatentConfig).
-    `experts` is None in dense families. `not_computed`: as NOT_COMPUTED, keys that mean something else elsewhere.
-    `defaults` is what config.json may leave out, and what transformers' configuration class of the family takes for it.
+    `qkv_bias`: q, k and v have biases; `bias_key` is config.json's switch in families where q, k, v and o may have
+    them. `qk_norm`: queries and keys are normalized per head, or over a token's whole projection. Norms multiply by
+    `norm_offset` plus their weight. `activation_key` is config.json's key of the MLP's activation. `scaled_embeddings`
+    are multiplied by sqrt(hidden_size). Attention scores are divided by the square root of config.json's
+    `query_scalar_key`, or of head_dim without one. `has_local_layers`: some layers use sliding-window attention, with a
+    rotary base of their own. `has_latents`: multi-head latent attention (decoder_config.LatentConfig). `experts` is
+    None in dense families. `not_computed`: like NOT_COMPUTED, for keys that are supported or mean something else in
+    other families. `defaults` are the values of keys that config.json may leave out, those of transformers'
+    configuration class of the family.
     """
 
     qkv_bias: bool = False
@@ -114,7 +116,7 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8,
         },
     ),
-    # arXiv:2412.19437; layers that predict further tokens (num_nextn_predict_layers) are neither read nor written.
+    # arXiv:2412.19437; multi-token prediction layers (num_nextn_predict_layers) are neither read nor written.
     "deepseek_v3": Family(
         bias_key=None,
         has_latents=True,
@@ -130,7 +132,7 @@ FAMILIES: dict[str, Family] = {
         | {
             "max_position_embeddings": 4096,
             "rope_interleave": True,
-            # What the published files say, and what is computed here.
+            # The values of all published files, and the only ones supported.
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
             "moe_layer_freq": 1,
@@ -173,9 +175,9 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# config.json's names of the activations that the MLP computes.
+# The supported activations of the MLP, by their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# What no family computes: such a key must be null or false.
+# Options that no family supports: their keys must be null or false.
 NOT_COMPUTED = {
     "use_sliding_window": (
         "only full attention is computed; set it to false if the sequences stay below the window"

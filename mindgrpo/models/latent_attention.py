@@ -1,9 +1,9 @@
-"""Multi-head latent attention (arXiv:2405.04434, section 2.1) around the kernels of any attention.
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1) around any attention kernel.
 
-Letters as in decoder.py, and: Q heads of queries on the rank, C the latent's width, S and T the dims of a head without
-and with positions, V those of a head of values. Kernels turn both halves of a head alike, so a head is laid out
-[S / 2, T / 2, S / 2, T / 2], and the rotary table leaves the first part of each half as it is. Values are as wide as
-keys for them, the rest of it zeros.
+Dimensions as in decoder.py, and: Q query heads of the rank, C latent size, S and T the non-rotary and rotary dims of a
+head, V the size of a value head. Kernels rotate the two halves of a head, so heads are laid out as
+[S / 2, T / 2, S / 2, T / 2], and the rotary table leaves the first part of each half unchanged. Kernels need values as
+wide as keys, so values are padded with zeros.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mindgrpo.models.shard import Shard
 
 
 class LatentAttention(nn.Cell):
-    """(normed x_NH, context) -> what attention adds to the residual, as models/attention.Attention.
+    """(normed x_NH, context) -> attention output x_NH, to be added to the residual, like models/attention.Attention.
 
-    The first product makes the latents of queries, keys and values and the keys' part with positions. Every rank of the
-    group has it whole, and as each uses it for its own heads, its gradients are sums over them. Where latents
-    `are_cached`, queries are multiplied by what would make keys of latents, and what attention mixes are latents, of
-    which one head is for all queries (section 2.1.2's absorption); else keys and values of each head are made.
+    The down-projection makes the query latents (or queries), the key-value latents and the rotary part of the keys. It
+    is replicated on the tp group; as each rank uses it for its own heads, its gradients are summed over the group. If
+    latents `are_cached`, attention runs on latents: queries absorb the up-projection of keys, and a single latent head
+    serves as keys and values for all queries (section 2.1.2). Otherwise keys and values are made for each head.
     """
 
     def __init__(
@@ -71,7 +71,10 @@ class LatentAttention(nn.Cell):
         return self.leave(self.out(mixed), made)
 
     def of_heads(self, queries: Any, latents: Any, rope: Any, context: Any) -> Any:
-        """Makes keys and values of each head -> mixed [N, Q V]."""
+        """Attends with separate keys and values for each head.
+
+        Takes queries [N, Q, S + T], latents [N, C], rope [N, 1, T] -> [N, Q V].
+        """
         both = self.kv_up(latents).reshape(-1, self.heads, self.nope_dim + self.value)
         keys, values = self.split(both, (self.nope_dim, self.value), 2)
         keys = self.laid_out(keys, ops.tile(rope, (1, self.heads, 1)))
@@ -87,7 +90,10 @@ class LatentAttention(nn.Cell):
         return mixed.reshape(-1, self.heads * self.value)
 
     def of_latents(self, queries: Any, latents: Any, rope: Any, context: Any) -> Any:
-        """Mixes latents, of which values are made then -> mixed [N, Q V]."""
+        """Attends to latents, then up-projects the result to values.
+
+        Takes queries [N, Q, S + T], latents [N, C], rope [N, 1, T] -> [N, Q V].
+        """
         # [C, Q, S + V] -> [Q, C, ..]
         matrix = ops.cast(self.kv_matrix, queries.dtype)
         matrix = matrix.reshape(self.rank, self.heads, -1).transpose(1, 0, 2)
@@ -104,7 +110,7 @@ class LatentAttention(nn.Cell):
         return values.transpose(1, 0, 2).reshape(-1, self.heads * self.value)
 
     def laid_out(self, nope: Any, rope: Any) -> Any:
-        """[N, heads, S or C] and [N, heads, T] -> heads as kernels turn them."""
+        """Joins `nope` [N, heads, S or C] and `rope` [N, heads, T] to heads [N, heads, ...] in the kernels' layout."""
         count, heads = nope.shape[0], nope.shape[1]
         if self.is_interleaved:
             pairs = rope.reshape(count, heads, -1, 2).transpose(0, 1, 3, 2)

@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, and the entropy, over a vocabulary split across ranks.
+"""Log-probabilities of given tokens, and the entropy, over a vocabulary that is sharded over the tp group.
 
-One collective a call, forward; none backward. Where the logits of all rows would be larger than a set size, they are
-made in parts, and again for the backward.
+Takes one collective per forward call and none in the backward. If the logits of all rows exceed a given size, they are
+computed in chunks, and recomputed in the backward.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mindgrpo.models.parallel_cells import GatherColumns
 
 
 class TokenLogProbs(nn.Cell):
-    """(x [M, H], table [V, H], labels int32 [M]) -> (log p(label) [M], entropy [M]), in nats.
+    """(x [M, H], table [V, H], labels int32 [M]) -> (log-probs of labels float32 [M], entropies float32 [M]), in nats.
 
-    log p = l_y - lse(l); H = lse(l) - sum_v p_v l_v, with l = x table^T * scale. `chunk_bytes` bounds the logits that
-    are there at a time. A table that is not trained (`is_trained`) gets no gradient.
+    log p = l_y - lse(l); H = lse(l) - sum_v p_v l_v, with l = x table^T * scale. `chunk_bytes` limits the logits that
+    exist at a time. The table gets a gradient only if it `is_trained`.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class TokenLogProbs(nn.Cell):
 
 
 class _OfStats(nn.Cell):
-    """A rank's stats [M, 4 leaves] -> (log p, entropy, log-sum-exp) over all ranks, [M] each."""
+    """A rank's statistics float32 [M, 4 leaves] -> (log-prob, entropy, log-sum-exp) over the whole vocabulary, float32
+    [M] each."""
 
     def __init__(self, kernels: Kernels, group: Group) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class _OfStats(nn.Cell):
 
 
 class _Whole(nn.Cell):
-    """(logits [M, V], labels [M]) -> (log p, entropy, log-sum-exp), [M] each."""
+    """(logits [M, V], labels int32 [M]) -> (log-prob, entropy, log-sum-exp), float32 [M] each."""
 
     def __init__(self, kernels: Kernels, vocabulary: Vocabulary, group: Group) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class _Whole(nn.Cell):
 
 
 class _InParts(nn.Cell):
-    """As _Whole, from (x, table, labels): x is kept for the backward and not its logits."""
+    """(x [M, H], table [V, H], labels [M]) -> as _Whole, in chunks; stores x instead of logits for the backward."""
 
     def __init__(
         self, kernels: Kernels, vocabulary: Vocabulary, group: Group, rows: int, is_trained: bool

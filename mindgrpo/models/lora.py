@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): which there are and how they are cut, first values, graph code, merging.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): their parameters and sharding, initialization, graph code and merging.
 
-W' = W + alpha / rank * B A, with A [rank, in] and B [out, rank]. A is cut where W's inputs are, B where its outputs
-are; the other is whole on every rank of a model group. Experts have a pair each, [experts, rank, in] and
-[experts, out, rank], which is where the expert is.
+W' = W + alpha / rank * B A, with A [rank, in] and B [out, rank]. If W is split along its inputs, so is A; if along its
+outputs, so is B; the other factor is replicated on the tp group. Each expert has a pair of its own, A [experts, rank,
+in] and B [experts, out, rank], on the ranks that hold the expert.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.pretrained import generator_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# Of attention with latents, in place of the first three.
+# The targets of latent attention, in place of q_proj, k_proj and v_proj.
 OF_LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 A, B = "lora_A", "lora_B"
 
@@ -42,19 +42,19 @@ class LoraSettings:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Returns the names of A and B of base tensor `name`."""
+    """Returns the names of the A and B tensors of base tensor `name`."""
     stem = name.removesuffix("weight")
     return f"{stem}{A}.weight", f"{stem}{B}.weight"
 
 
 def adapted_names(adapters: Iterable[str]) -> list[str]:
-    """Returns the names of the base tensors that A and B of these names are of."""
+    """Returns the names of the base tensors of the adapter tensors named `adapters`."""
     ending = f"{A}.weight"
     return [f"{name.removesuffix(ending)}weight" for name in adapters if name.endswith(ending)]
 
 
 def targets_of(base: Sequence[ParameterSpec]) -> tuple[str, ...]:
-    """Returns the modules that may be targets, of those that the model has: all matrices but router, table and head."""
+    """Returns the model's modules that can have adapters: all matrices except router, embedding table and LM head."""
     modules = {spec.name.split(".")[-2] for spec in base}
     return tuple(target for target in (*TARGETS, *OF_LATENTS) if target in modules)
 
@@ -62,9 +62,9 @@ def targets_of(base: Sequence[ParameterSpec]) -> tuple[str, ...]:
 def adapter_specs(
     base: Sequence[ParameterSpec], settings: LoraSettings
 ) -> tuple[ParameterSpec, ...]:
-    """Returns A and B of every base matrix, and of every layer's experts, that is a target.
+    """Returns the specs of A and B for every base matrix, experts included, whose module is a target.
 
-    Raises UserError for a target that the model lacks.
+    Raises UserError for a target that the model does not have.
     """
     specs: list[ParameterSpec] = []
     for spec in base:
@@ -88,7 +88,7 @@ def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
 
     def factor(name: str, key: str, shape: tuple[int, int], without: int) -> ParameterSpec:
         kept = tuple(split for split in spec.splits if split.dim != without)
-        # What a rank holds whole, it sees only its own part of the gradient of.
+        # Each rank computes only a partial gradient of a factor that is replicated where its base matrix is split.
         partial = {axis for split in spec.splits if split.dim == without for axis in split.axes}
         whole, summed_over = (*experts, *shape), spec.summed_over | partial
         return replace(
@@ -102,13 +102,16 @@ def _pair(spec: ParameterSpec, rank: int) -> tuple[ParameterSpec, ParameterSpec]
 
 
 def factor_box(box: Box, shape: Sequence[int]) -> Box:
-    """Returns the part of A or B, of `shape`, that belongs to the experts in part `box` of their base: all without."""
+    """Returns the box of A or B, of `shape`, for the experts in `box` of the base; without experts, all of it."""
     experts = len(shape) - 2
     return Box((*box.start[:experts], 0, 0), (*box.stop[:experts], *shape[experts:]))
 
 
 def fill_adapters(adapters: Weights, seed: int) -> None:
-    """Draws A uniformly in +-1 / sqrt(in), B is zero: the model is the base at first, under every layout the same."""
+    """Initializes A uniformly in +-1 / sqrt(in) and B with zeros, with the same values under every layout.
+
+    The adapted model thus equals the base model at first.
+    """
     with adapters.on_host(write=True) as host:
         for spec in adapters.specs():
             part = host.hf_views.get(spec.name)
@@ -128,7 +131,10 @@ def add_product(
     scale: np.float32,
     multiply: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> None:
-    """Adds scale * B A to a matrix [out, in], or to each of [experts, out, in], in place; `multiply` is float32's."""
+    """Adds scale * B A to a matrix [out, in], or to each of [experts, out, in], in place.
+
+    `a` is [..., rank, in], `b` [..., out, rank]; `multiply` is Kernels.float32_product.
+    """
     if matrix.ndim > 2:
         for own in zip(matrix, a, b, strict=True):
             add_product(*own, scale, multiply)
@@ -142,7 +148,10 @@ def merge(
     settings: LoraSettings,
     kernels: Kernels,
 ) -> None:
-    """Adds scale * B A to each adapted part of `weights`, where they are; both of one layout, on one rank."""
+    """Adds scale * B A to each adapted tensor of a rank's `weights`, in place, on the host or the device.
+
+    `adapters` must have the same layout.
+    """
     adapted = [name for name in weights.names if adapter_names(name)[1] in adapters.boxes]
     scale = np.float32(settings.scale)
     if (
@@ -167,7 +176,7 @@ def merge(
 
 
 class _Value(nn.Cell):
-    """(value, other) -> value, with the gradient of both."""
+    """(value, other) -> value, passing its gradient on to both."""
 
     def construct(self, value: Any, other: Any) -> Any:
         return value
@@ -177,12 +186,12 @@ class _Value(nn.Cell):
 
 
 class LowRankLinear(nn.Cell):
-    """x [N, in] -> base(x) + scale * (x A) B, each by itself where the base's matrix is several side by side.
+    """x [N, in] -> base(x) + scale * (x A) B, [N, out], where the base may fuse several matrices along `out`.
 
-    `widths` are the matrices' shares of the outputs and `adapted` says which of them have adapters;
-    a [in, adapted matrices * rank], b [rank, their widths]. Experts have one of each in turn, [experts, ...], and take
-    the rows of each beside x. With `merging`, a float32_matmul of the kernels, the value is that of the merged matrix,
-    bit for bit as `merge` makes it.
+    `widths` are the output widths of the fused matrices, and `adapted` tells which of them have adapters; `a` is
+    [in, adapted matrices * rank] and `b` [rank, sum of their widths]. With experts both are [experts, ...], and the
+    cell also takes the number of rows of each expert. With `merging`, a float32_matmul of the kernels, the output is
+    computed with the merged matrix, bitwise equal to the result of `merge`.
     """
 
     def __init__(
@@ -208,13 +217,13 @@ class LowRankLinear(nn.Cell):
         self.is_one, self.is_of_experts = len(self.widths) == 1, base.is_of_experts
         self.rank_sizes, self.own_widths = (self.rank,) * len(own), tuple(own)
         self.adapts_all = all(self.adapted)
-        # Not a loop that fills a list, which MindSpore expands into graphs for each turn and copies at each append.
+        # HyperMap instead of a loop over a list, which MindSpore unrolls into graphs and copies at each append.
         self.split, self.concat, self.map = SplitWithSize(), ops.Concat(-1), ops.HyperMap()
 
     def construct(self, x: Any, rows: Any = None) -> Any:
         added = self.base(x, rows) + self.added(x, rows)
         if self.is_merged:
-            # Gradients are those of base and adapters, so that no layer keeps its merged matrix for them.
+            # Gradients go through base and adapters, so that no layer stores its merged matrix.
             product = self.base.product(x, self.merged(x), rows)
             return self.value(ops.stop_gradient(product), added)
         return added
@@ -225,8 +234,8 @@ class LowRankLinear(nn.Cell):
         return self.matmul(x, matrix)
 
     def added(self, x: Any, rows: Any) -> Any:
-        """Computes scale * (x A) B."""
-        # Adapters are float32, and multiplied in x's dtype.
+        """Computes scale * (x A) B, [N, out]."""
+        # Adapters are float32, but multiplied in the dtype of x.
         a, b = ops.cast(self.a, x.dtype), ops.cast(self.b, x.dtype)
         low = self.multiply(x, a, rows) * self.scale
         if self.is_one:
@@ -239,7 +248,7 @@ class LowRankLinear(nn.Cell):
         return self.beside(columns, (x.shape[0],))
 
     def merged(self, x: Any) -> Any:
-        """Computes the base's matrix [in, out] with scale * A B added, once x is there: not of all layers at once."""
+        """Computes the merged matrix [in, out], W + scale * A B, after x, so that those of all layers never coexist."""
         a, weight = ops.depend(self.a, x), self.base.weight
         if self.is_one:
             low_rank = self.merging(a, self.b)
@@ -250,7 +259,7 @@ class LowRankLinear(nn.Cell):
         return ops.cast(ops.cast(weight, ms.float32) + low_rank * self.scale, weight.dtype)
 
     def beside(self, columns: Any, rows: Any) -> Any:
-        """Returns the adapted matrices' columns with zeros [*rows, width] for the others, side by side."""
+        """Concatenates the adapted matrices' columns [*rows, width], with zeros for matrices without an adapter."""
         if self.adapts_all:
             return self.concat(columns)
         every, number = [], 0
@@ -268,7 +277,7 @@ def _by_expert(matmul: Any, rows: Any, x: Any, matrix: Any) -> Any:
 
 
 class OfEach(nn.Cell):
-    """(a [E, N, K], b [E, K, M]) -> a b [E, N, M], by an `expert_matmul` of the kernels."""
+    """Batched GEMM (a [E, N, K], b [E, K, M]) -> [E, N, M], with an `expert_matmul` of the kernels."""
 
     def __init__(self, expert_matmul: Any) -> None:
         super().__init__()

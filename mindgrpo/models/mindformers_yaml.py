@@ -1,7 +1,8 @@
-"""Reads model YAMLs of MindFormers (`model: model_config:`): dimensions, which config.json must confirm, and dtypes.
+"""Reads model YAMLs of MindFormers (`model: model_config:`): dimensions, which have to match config.json, and dtypes.
 
-Its models before release 1.6 have words of their own, and those of experts in a section `moe_config:`; later ones have
-Hugging Face's or Megatron's. Its mindformers/parallel_core/transformer_config_utils.py lists which are alike.
+Before release 1.6, MindFormers' models have key names of their own, and those of experts in a section `moe_config:`.
+Later models use the names of Hugging Face or Megatron. mindformers/parallel_core/transformer_config_utils.py lists the
+equivalent names.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from mindgrpo.models.decoder_config import (
 from mindgrpo.strict_files import read_text
 
 REMEDY = "give a MindFormers model YAML or leave model_config out."
-# MindFormers' key -> config.json's key, which later models have themselves.
+# MindFormers' key -> config.json's key, which later models use too.
 REQUIRED = {
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -49,7 +50,8 @@ OPTIONAL = {
     "qkv_has_bias": "attention_bias",
     "add_qkv_bias": "attention_bias",
 }
-# The same of layers with experts, whose number every family reads by this name; what a file states is compared.
+# The same for layers with experts. All families read the number of experts as num_local_experts. Stated values are
+# compared with config.json.
 EXPERTS = {
     **dict.fromkeys(
         ("expert_num", "num_experts", "n_routed_experts", "num_moe_experts"), "num_local_experts"
@@ -72,13 +74,13 @@ EXPERTS = {
     "use_gating_sigmoid": "scoring_func",
     "moe_router_score_function": "scoring_func",
 }
-# Of attention with latents, by names that all have.
+# Keys of latent attention, which have the same names everywhere.
 LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NAMES = {**REQUIRED, **OPTIONAL, **EXPERTS}
 NAMES |= {name: name for name in (*NAMES.values(), *LATENTS, "rope_scaling")}
-# Classes of MindFormers' whose files need not say what they are.
+# Config classes of MindFormers that imply the model_type.
 TYPES = {"DeepseekV3Config": "deepseek_v3"}
-# extend_method -> type and factors of a config.json's rope_scaling.
+# extend_method -> the type and the factors of rope_scaling in config.json.
 EXTENSIONS = {"LLAMA3": ("llama3", ROPE_FACTORS), "YARN": ("yarn", YARN_FACTORS)}
 COMPARED = (
     "vocab_size",
@@ -96,13 +98,13 @@ COMPARED = (
 
 
 def read_section(path: str | Path) -> Mapping[str, Any]:
-    """Reads the file's model: model_config:. Raises UserError where it has none."""
+    """Reads the section model: model_config: of the file. Raises UserError if it has none."""
     return _section(read_text(Path(path), "model_config", REMEDY, MAX_YAML_BYTES), str(path))
 
 
 @cache
 def _section(text: str, path: str) -> Mapping[str, Any]:
-    """A plan asks for it hundreds of times."""
+    """Parses the section; cached, since a plan reads it hundreds of times."""
     try:
         document = parse_yaml(text)
     except yaml.YAMLError as error:
@@ -123,9 +125,9 @@ def _section(text: str, path: str) -> Mapping[str, Any]:
 
 
 def read_model_yaml(path: str | Path, model: DecoderConfig | None = None) -> DecoderConfig:
-    """Reads a decoder's dimensions. Raises UserError where the file does not give them.
+    """Reads a decoder's dimensions. Raises UserError if the file lacks required ones.
 
-    What it does not say of experts is that of `model`.
+    Expert settings that the file does not state are taken from `model`.
     """
     section = read_section(path)
     stated = {name: value for _, name, value in _statements(section, str(path))}
@@ -147,7 +149,7 @@ def read_model_yaml(path: str | Path, model: DecoderConfig | None = None) -> Dec
 
 
 def _statements(section: Mapping[str, Any], path: str) -> list[tuple[str, str, Any]]:
-    """Returns what a file states: its keys, config.json's, and the values. Raises UserError where two contradict."""
+    """Returns the settings of a file: (its key, config.json's key, value). Raises UserError for contradictory ones."""
     stated: dict[str, tuple[str, str, Any]] = {}
     for key, value in section.items():
         name = NAMES.get(key)
@@ -156,7 +158,7 @@ def _statements(section: Mapping[str, Any], path: str) -> list[tuple[str, str, A
         if name == "scoring_func" and isinstance(value, bool):
             value = "sigmoid" if value else "softmax"
         _, _, other = stated.get(name, ("", "", value))
-        # Sequences may be shorter than positions go.
+        # seq_length may be smaller than max_position_embeddings.
         if other != value and name != "max_position_embeddings":
             raise UserError(
                 f"model_config '{path}' has {stated[name][0]} {other!r} and {key} {value!r}, two names of one thing; "
@@ -167,7 +169,7 @@ def _statements(section: Mapping[str, Any], path: str) -> list[tuple[str, str, A
 
 
 def _has_experts(stated: Mapping[str, Any]) -> bool:
-    """Of dense models some files say that they have one expert."""
+    """Returns whether the file describes experts; some files of dense models state one expert."""
     return stated.get("num_local_experts", 0) not in (0, 1)
 
 
@@ -197,7 +199,7 @@ def _stated(config: DecoderConfig, name: str) -> Any:
 
 
 def _experts_of(model: DecoderConfig) -> dict[str, Any]:
-    """Returns what is known of a model's experts and latents, by the names that files have."""
+    """Returns the settings of a model's experts and latent attention, by their names in files."""
     known = {name: model.raw[name] for name in (*EXPERTS.values(), *LATENTS) if name in model.raw}
     if (moe := model.moe) is None:
         return known
@@ -218,7 +220,7 @@ def _experts_of(model: DecoderConfig) -> dict[str, Any]:
 
 
 def check_agreement(model: DecoderConfig, model_yaml: str, directory: str) -> None:
-    """Raises UserError naming the first dimension in which the YAML and config.json differ."""
+    """Raises UserError if the YAML and config.json differ, naming the first difference."""
     section, own = read_section(model_yaml), _experts_of(model)
     statements = _statements(section, model_yaml)
     if model.moe is not None or _has_experts({name: value for _, name, value in statements}):
@@ -239,7 +241,7 @@ def _compare(pairs: list[tuple[str, Any, Any]], model_yaml: str, directory: str)
             )
 
 
-# Computed in float32 whatever the compute dtype is.
+# These are always computed in float32.
 ALWAYS_FLOAT32 = {
     "layernorm_compute_type": "norms",
     "layernorm_compute_dtype": "norms",
@@ -253,7 +255,7 @@ FLASH = "use_flash_attention"
 
 @dataclass(frozen=True)
 class StatedDtypes:
-    """Holds what a configuration's model YAMLs state, None where none does; `path` is the file with `compute_dtype`."""
+    """The dtype settings of a configuration's model YAMLs, None if not stated; `path` is the file of compute_dtype."""
 
     compute_dtype: str | None = None
     path: str = ""
@@ -261,7 +263,7 @@ class StatedDtypes:
 
 
 def stated_dtypes(config: Config) -> StatedDtypes:
-    """Reads the model YAMLs' dtypes. Raises UserError for dtypes that are not computed, and for files that disagree."""
+    """Reads the dtype settings of the model YAMLs. Raises UserError for unsupported dtypes and for contradictions."""
     dtype, path, flash = None, "", None
     for own, section in _sections(config):
         _check(own, section)

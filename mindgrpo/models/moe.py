@@ -1,7 +1,8 @@
-"""A feed-forward of experts, of which each token passes a few (arXiv:1701.06538), spread over the ranks of its groups.
+"""Mixture-of-experts layers (arXiv:1701.06538), with expert parallelism.
 
-Along `ep` ranks have other experts, along `etp` other columns of the same ones. A token's results come back to the rank
-that has the token, which adds them in the order of its slots: dealing experts to ranks changes no bit of the sum.
+Ranks along `ep` hold different experts, ranks along `etp` different columns of the same experts. The experts' outputs
+return to the rank of the token, which adds them in the order of the token's slots, so that the sum is bitwise the same
+under any sharding of experts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mindgrpo.weights.expert_files import BIAS
 
 
 class MixtureOfExperts(nn.Cell):
-    """(x_NH, plan) -> (y_NH, choice): a token's results, each times its score, summed in their order.
+    """(x_NH, plan) -> (y_NH, choice): the sum of a token's expert outputs, weighted by scores.
 
-    Where it `chooses`, by the router's scores, it returns its choice, topk_ids int32 [N, K] and their margins float32
-    [N]. With `reads_plan` the experts are those of the plan, a layer's ExpertInputs (expert_plan.py); without, they are
-    its choice. Scores are always those of x now, so that the router learns by whatever experts were chosen.
+    If it `chooses`, the choice is the router's own, topk_ids int32 [N, K] and margins float32 [N]. With `reads_plan`,
+    tokens are routed by the plan, a layer's ExpertInputs (expert_plan.py), otherwise by the choice. Scores are always
+    computed from the current x, so that the router is trained whoever chose the experts.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class MixtureOfExperts(nn.Cell):
         super().__init__()
         prefix, kernels, how = f"model.layers.{index}.mlp.", shard.kernels, routing(moe)
         self.gate = shard[prefix + "gate.weight"]
-        # The router's logits are float32 in any precision: one that is rounded chooses other experts.
+        # The router's logits are float32 at any precision: rounded logits would choose other experts.
         self.exact_gate = shard.vector()
         self.chooses, self.reads_plan, self.has_bias = chooses, reads_plan, moe.has_bias
         self.bias = shard[prefix + BIAS] if moe.has_bias else Tensor([0.0], ms.float32)
@@ -68,7 +69,7 @@ class MixtureOfExperts(nn.Cell):
         return out, choice
 
     def chosen(self, x: Any, gate: Any) -> Any:
-        """Returns the router's choice, as the kernels' choose_experts."""
+        """Returns the router's choice: (topk_ids int32 [N, K], margins float32 [N]), as Kernels.choose_experts."""
         bias = ops.cast(self.bias, ms.float32)
         if self.has_bias:
             first, second, third = ops.unstack(bias)
@@ -77,11 +78,11 @@ class MixtureOfExperts(nn.Cell):
 
 
 class Balance(nn.Cell):
-    """(scores float32 [N, K], x_NH, the router's weight [H, E], b float32 [N + E]) -> the scores.
+    """Load-balancing loss: (scores float32 [N, K], x_NH, router weight [H, E], b float32 [N + E]) -> scores, unchanged.
 
-    x and the weight get the gradient of sum_ne b_n p_ne b_(N + e), where p [N, E] is the softmax of the router's
-    logits: of a loss that balances experts (arXiv:2101.03961, equations 4 to 6), in which the load is a constant
-    (expert_routes.balance).
+    In the backward, x and the router weight get the gradient of sum_ne b_n p_ne b_(N + e), where p [N, E] is the
+    softmax of the router's logits and b is expert_routes.balance. This is the loss of arXiv:2101.03961, equations 4
+    to 6, with the experts' load as a constant.
     """
 
     def __init__(self) -> None:
@@ -115,7 +116,7 @@ class Balance(nn.Cell):
 
 
 class Experts(nn.Cell):
-    """A rank's experts of a layer: (rows [S, H], counts int32 [E], ...) -> [S, H], as the kernels' expert_mlp."""
+    """A rank's E experts of a layer: (rows [S, H], counts int32 [E], ...) -> [S, H], as Kernels.expert_mlp."""
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
@@ -129,7 +130,7 @@ class Experts(nn.Cell):
 
 
 class ExpertsInProducts(nn.Cell):
-    """As Experts, whose matrices have no gradients, but may have adapters."""
+    """Like Experts, for frozen matrices that may have adapters."""
 
     def __init__(self, shard: Shard, prefix: str) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class ExpertsInProducts(nn.Cell):
 
 
 class SpreadExperts(nn.Cell):
-    """(rows [ep C, H] to send, plan) -> their results, which the experts of other ranks computed."""
+    """Expert parallelism: (rows to send [ep C, H], *plan) -> [ep C, H], the outputs of the experts on other ranks."""
 
     def __init__(self, shard: Shard, experts: nn.Cell) -> None:
         super().__init__()
@@ -168,9 +169,9 @@ class SpreadExperts(nn.Cell):
 
 
 class ChosenExperts(nn.Cell):
-    """(x_NH, topk_ids [N, K]) -> (results by slot [N K, H], order [N K], home [N, K]); not for gradients.
+    """(x_NH, topk_ids int32 [N, K]) -> (outputs by slot [N K, H], order [N K], home [N, K]); not differentiable.
 
-    Each rank computes its experts for the tokens of all, as nobody knows beforehand how many they will be.
+    Without a plan, row counts are unknown, so each rank computes its experts for the tokens of all ranks of the group.
     """
 
     def __init__(self, shard: Shard, experts: nn.Cell, moe: MoeConfig) -> None:
@@ -182,7 +183,7 @@ class ChosenExperts(nn.Cell):
         self.first, self.count, self.slots = own.first, own.count, moe.per_token
         self.sort = shard.cell(kernels.sort_slots, replace(routing(moe), num_experts=own.count))
         self.take = shard.cell(kernels.take_rows)
-        # A generator's ranks compute the same tokens.
+        # The generator's ranks all compute the same tokens.
         self.is_shared = group.size > 1 and shard.token_shares == 1 and shard.group.size > 1
         if group.size > 1:
             self.gather, self.total = group.gather_cell(), group.sum_cell()
@@ -196,7 +197,7 @@ class ChosenExperts(nn.Cell):
             return self.experts(rows, counts, order, home), order, home
         if not self.is_shared:
             x = self.gather(x).reshape(-1, x.shape[1])
-            # In one order on all ranks; float32 has all numbers of experts.
+            # `depend` fixes the order of collectives on all ranks; float32 represents all expert ids exactly.
             topk_ids = self.gather(ops.depend(ops.cast(topk_ids, ms.float32), x))
             topk_ids = ops.cast(topk_ids.reshape(-1, self.slots), ms.int32)
         order, counts, home = self.sort(self.own(topk_ids))
@@ -207,21 +208,21 @@ class ChosenExperts(nn.Cell):
         return y, slots, slots.reshape(count, self.slots)
 
     def by_rank(self, y: Any) -> Any:
-        """Sums what all ranks have of this one's tokens."""
+        """Reduce-scatters y [size * n, H]: returns the sum over ranks for this rank's rows, [n, H]."""
         return self.scatter(y.reshape(self.size, -1, y.shape[1]))
 
     def own(self, topk_ids: Any) -> Any:
-        """Numbers this rank's experts from 0; others are -1."""
+        """Maps expert ids [N, K] to local ids, from 0 for this rank's experts, and -1 for all others."""
         local = topk_ids - self.first
         is_own = ops.cast(ops.logical_and(local >= 0, local < self.count), ms.int32)
         return (local + 1) * is_own - 1
 
 
 class SharedExpert(nn.Cell):
-    """As MixtureOfExperts: the sum of what a token's experts make of it and what one makes that all tokens pass.
+    """Like MixtureOfExperts, plus the output of a shared expert that processes all tokens.
 
-    Every rank has the shared one whole and computes its own tokens, so that nothing is summed over ranks beside the
-    exchanges of the others, whose order in a backward pass would be open.
+    The shared expert is replicated, and each rank computes its own tokens. This avoids an all-reduce next to the other
+    experts' exchanges, since the order of the two in a backward pass would be undefined.
     """
 
     def __init__(self, shard: Shard, index: int, experts: MixtureOfExperts) -> None:

@@ -1,8 +1,8 @@
 """Tensor-parallel building blocks as plain cells (Megatron-LM, arXiv:1909.08053, section 3).
 
-The conjugate operators f and g carry their own backward, and so do those of sequence parallelism (arXiv:2205.05198,
-section 4.2.2); everything else is ordinary graph code. The collectives of a graph depend on each other: independent
-ones would run in an order of its own on every rank.
+The conjugate operators f and g have custom backwards, and so do those of sequence parallelism (arXiv:2205.05198,
+section 4.2.2); everything else is ordinary graph code. The collectives of a graph are chained by dependencies, since
+independent ones could run in a different order on each rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _in_float32(total: nn.Cell, wanted: bool) -> nn.Cell:
 
 
 class CopyTo(nn.Cell):
-    """f: the identity, whose gradient is summed over the group, in its own dtype or `in_float32`."""
+    """f: identity [...] in the forward, all-reduce in the backward, in the gradient's dtype or `in_float32`."""
 
     def __init__(self, group: Group, in_float32: bool) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class CopyTo(nn.Cell):
 
 
 class ReduceFrom(nn.Cell):
-    """g: the sum over the group, in its own dtype or `in_float32`, whose gradient is the identity.
+    """g: all-reduce [...] in the forward, in its own dtype or `in_float32`, identity in the backward.
 
-    Of a model that is never trained (`is_trained`), last bits may differ between ranks.
+    Unless the model `is_trained`, last bits may differ between ranks.
     """
 
     def __init__(self, group: Group, is_trained: bool, in_float32: bool) -> None:
@@ -59,10 +59,10 @@ class ReduceFrom(nn.Cell):
 
 
 class GatherTokens(nn.Cell):
-    """A rank's own tokens [n, H] -> those of the group, [size * n, H], in its order.
+    """All-gathers a rank's tokens [n, H] -> [size * n, H], in rank order.
 
-    The gradient is that of the own tokens: summed over the group, in its own dtype or `in_float32`, or where it
-    `is_whole` on every rank, as it is.
+    The backward reduce-scatters the gradient, in its own dtype or `in_float32`; if the gradient `is_whole` (already the
+    same on every rank), it takes this rank's slice.
     """
 
     def __init__(self, group: Group, in_float32: bool, is_whole: bool = False) -> None:
@@ -70,7 +70,7 @@ class GatherTokens(nn.Cell):
         self.size, self.index, self.is_whole = group.size, group.index, is_whole
         self.gather = group.gather_cell()
         self.scatter = _in_float32(group.scatter_sum_cell(), in_float32)
-        # Not an index: of functions that a bprop calls, MindSpore 2.9 loses nodes in some graphs, of operations never.
+        # An operator, not an index: in some graphs MindSpore 2.9 loses nodes of functions that a bprop calls.
         self.slice = ops.StridedSlice()
 
     def construct(self, x: Any) -> Any:
@@ -87,10 +87,10 @@ class GatherTokens(nn.Cell):
 
 
 class GatheredProduct(nn.Cell):
-    """(own tokens [n, in], weight [in, out]) -> `product` of all tokens, of which the own ones are kept.
+    """(this rank's tokens [n, in], weight [in, out]) -> GEMM of all tokens [size * n, out]; stores its own tokens only.
 
-    For the gradient they are gathered again, once its other factor is there; `back` and `gradient` are the kernels'
-    matmul_back and matmul_gradient.
+    The backward gathers them again, once the output's gradient is available. `product`, `back` and `gradient` are
+    matmul, matmul_back and matmul_gradient of the kernels.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GatheredProduct(nn.Cell):
 
 
 class Entering(nn.Cell):
-    """`product` of what `enter` makes of hidden states."""
+    """x_NH -> product(enter(x)), where `enter` is an f (CopyTo) or a GatherTokens."""
 
     def __init__(self, enter: nn.Cell, product: nn.Cell) -> None:
         super().__init__()
@@ -123,9 +123,10 @@ class Entering(nn.Cell):
 
 
 class ScatterTokens(nn.Cell):
-    """(y [N, H], after) -> a rank's own tokens [N / size, H] of the sum of y over the group.
+    """(y [N, H], after) -> [N / size, H]: reduce-scatters y over tokens.
 
-    The gradient is gathered once `after` is computed: in a layer that is computed again, its own gathers come first.
+    The backward all-gathers, but only once `after` is available: in a recomputed layer, the gathers of the
+    recomputation have to come first.
     """
 
     def __init__(self, group: Group, in_float32: bool) -> None:
@@ -144,10 +145,10 @@ class ScatterTokens(nn.Cell):
 
 
 class ExchangeRows(nn.Cell):
-    """Rows [size * n, H], n for each member of the group -> those that each has for this one, in its order.
+    """All-to-all of rows [size * n, H], n for each member -> [size * n, H], n from each member, in rank order.
 
-    The gradient goes the same way back, once everything arrived: in a layer that is computed again, its own exchanges
-    come first.
+    The backward is the same all-to-all, after the forward's: in a recomputed layer, the exchanges of the recomputation
+    have to come first.
     """
 
     def __init__(self, group: Group) -> None:
@@ -165,7 +166,7 @@ class ExchangeRows(nn.Cell):
 
 
 class Leave(nn.Cell):
-    """(y, after) -> what `cell`, a ReduceFrom or a ScatterTokens, makes of y."""
+    """(y [N, H], after) -> cell(y), for a ReduceFrom, or cell(y, after), for a ScatterTokens."""
 
     def __init__(self, cell: nn.Cell) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class Leave(nn.Cell):
 
 
 class UnsharedRows(nn.Cell):
-    """(positions, spans, columns) -> what `cell` makes of the first two, of rows that no other rank shares."""
+    """(positions, spans, columns) -> cell(positions, spans), without context parallelism."""
 
     def __init__(self, cell: nn.Cell) -> None:
         super().__init__()
@@ -189,7 +190,7 @@ class UnsharedRows(nn.Cell):
 
 
 class SumOverTokens(nn.Cell):
-    """The sum over a group whose ranks have tokens of their own, and all use it: so its gradient is a sum as well."""
+    """All-reduces [...] in the forward and in the backward, for a sum over tokens that every rank uses."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
@@ -200,7 +201,7 @@ class SumOverTokens(nn.Cell):
 
 
 class Float32Gradient(nn.Cell):
-    """The identity of a weight, whose gradients are added up in float32."""
+    """The identity of a weight [...], which casts its gradient to float32, so that gradients accumulate in float32."""
 
     def construct(self, weight: Any) -> Any:
         return weight
@@ -210,7 +211,7 @@ class Float32Gradient(nn.Cell):
 
 
 class ToFloat32(nn.Cell):
-    """A vector of weights in float32, whose gradient stays float32: its sum over tokens would lose most digits."""
+    """Casts a weight [...] to float32, and keeps its gradient in float32: a 16-bit sum over tokens loses precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,9 +232,9 @@ class Same(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """x [N, in] @ weight [in, out], by a `matmul` of the kernels; `exact` is what weights go through.
+    """x [N, in] @ weight [in, out] -> [N, out], with a `matmul` of the kernels; weights pass through `exact` first.
 
-    Matrices of experts [E, in, out] take the rows of each beside x (expert_matmul).
+    For experts, the weight is [E, in, out], `matmul` is an expert_matmul, and `rows` int32 [E] are the rows of each.
     """
 
     def __init__(self, weight: Any, matmul: Any, exact: nn.Cell) -> None:
@@ -242,19 +243,19 @@ class Linear(nn.Cell):
         self.matmul, self.exact = matmul, exact
         self.is_of_experts = len(weight.shape) > 2
 
-    # Not `*rows`: of what takes any number of arguments MindSpore computes nothing again.
+    # Not `*rows`: MindSpore does not recompute cells with variadic arguments.
     def construct(self, x: Any, rows: Any = None) -> Any:
         return self.product(x, self.weight, rows)
 
     def product(self, x: Any, weight: Any, rows: Any = None) -> Any:
-        """Computes the same with another weight."""
+        """Like construct, but with the given weight."""
         if self.is_of_experts:
             return self.matmul(x, self.exact(weight), rows)
         return self.matmul(x, self.exact(weight))
 
 
 class BiasedLinear(nn.Cell):
-    """x [N, in] @ weight [in, out] + bias [out], by `add_matmul` of the kernels."""
+    """x [N, in] @ weight [in, out] + bias [out] -> [N, out], with an `add_matmul` of the kernels."""
 
     def __init__(self, bias: Any, weight: Any, add_matmul: nn.Cell) -> None:
         super().__init__()
@@ -266,7 +267,7 @@ class BiasedLinear(nn.Cell):
 
 
 class GatherColumns(nn.Cell):
-    """x [B, k] on each rank -> [B, size, k] on all."""
+    """All-gathers x [B, k] -> [B, size, k]."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every tensor of a decoder by its Hugging Face name, and how it is cut over ranks: one ParameterSpec each."""
+"""Lists every parameter of a decoder by its Hugging Face name, with its sharding over ranks, as ParameterSpecs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mindgrpo.parallel.mesh import DENSE_DATA, EXPERT_DATA
 from mindgrpo.parallel.sharding import ParameterSpec, Split
 from mindgrpo.weights.expert_files import ADDENDS, BIAS
 
-# Of gradients of which each rank of a model group sees a part.
+# The axes to sum gradients over if each tp rank computes only a partial gradient.
 PARTIAL = DENSE_DATA | {"tp"}
 
 
 def parameter_specs(
     config: DecoderConfig, splits_tokens: bool = False
 ) -> tuple[ParameterSpec, ...]:
-    """Returns all parameters, in model order.
+    """Returns the specs of all parameters, in model order.
 
-    With `splits_tokens`, ranks of a model group have tokens of their own between products, and so the gradients of what
-    is used there are sums over them.
+    With `splits_tokens` (sequence parallelism), activations between tensor-parallel GEMMs are sharded over tokens, so
+    the gradients of parameters used there, such as norms, are summed over tp too.
     """
     tied = config.tie_word_embeddings
-    # Kept [vocabulary, hidden]: rows are gathered by token id.
+    # Stored [vocabulary, hidden], since rows are gathered by token id.
     table: dict[str, Any] = {
         "shape": (config.vocab_size, config.hidden_size),
         "splits": (Split("tp", 0),),
@@ -48,7 +48,7 @@ def _size(spec: ParameterSpec) -> int:
 
 
 def num_active_parameters(config: DecoderConfig) -> int:
-    """Counts the parameters that a token passes: of experts, those that it chooses."""
+    """Returns the number of parameters that a token uses, with only the experts that it is routed to."""
     if config.moe is None:
         return num_parameters(config)
     total = 0
@@ -63,7 +63,7 @@ def _whole(name: str, extent: int, position: Any, **options: Any) -> ParameterSp
 
 
 def _layer_specs(config: DecoderConfig, layer: int, between: frozenset[str]) -> list[ParameterSpec]:
-    """`between`: the axes over which gradients of what lies between products are summed."""
+    """`between`: the axes to sum the gradients of parameters between tensor-parallel GEMMs over."""
     norms = config.family.norms
 
     def norm(name: str | None) -> list[ParameterSpec]:
@@ -87,7 +87,7 @@ def _attention_specs(
     sizes["v"] = sizes["k"]
 
     def by_heads(name: str, shape: tuple[int, ...], dim: int = 0, **options: Any) -> ParameterSpec:
-        # Keys and values may have fewer heads than there are ranks.
+        # Key-value heads may be replicated, if there are fewer heads than tp ranks.
         if shared := name[0] in "kv":
             options["summed_over"] = PARTIAL
         is_matrix, splits = len(shape) > 1, (Split("tp", dim, unit, shared),)
@@ -101,7 +101,7 @@ def _attention_specs(
                 key = f"{prefix}qkv_proj.{kind}"
                 specs.append(by_heads(f"{name}_proj.{kind}", shape, fused_key=key))
     if config.family.qk_norm == "head":
-        # A norm inside heads sees only the rank's own heads.
+        # A per-head norm is replicated, but each rank applies it to its own heads only.
         specs += [
             _whole(f"{prefix}{name}_norm.weight", unit, layer, summed_over=PARTIAL) for name in "qk"
         ]
@@ -109,13 +109,13 @@ def _attention_specs(
         specs += [by_heads(f"{name}_norm.weight", (sizes[name],)) for name in "qk"]
     specs.append(by_heads("o_proj.weight", (config.hidden_size, sizes["q"]), dim=1))
     if config.output_bias:
-        # Added to the sum over the group.
+        # Added after the all-reduce over the tp group.
         specs.append(_whole(prefix + "o_proj.bias", config.hidden_size, layer, summed_over=between))
     return specs
 
 
 def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> list[ParameterSpec]:
-    """What is made of hidden states is one product; ranks have latents whole, and use them for their own heads."""
+    """Returns the specs of latent attention: the down-projections are fused into one matrix, replicated over tp."""
     prefix, heads = f"model.layers.{layer}.self_attn.", config.num_attention_heads
     key = f"{prefix}qkv_a_proj.weight"
 
@@ -125,7 +125,7 @@ def _latent_specs(config: DecoderConfig, latent: LatentConfig, layer: int) -> li
     def matrix(
         name: str, shape: tuple[int, int], unit: int = 0, dim: int = 0, fused_key: str = ""
     ) -> ParameterSpec:
-        """With a `unit`, split by heads that are so wide."""
+        """With a `unit`, the matrix is split along `dim` by heads of this size; else it is replicated."""
         split: dict[str, Any] = {"splits": (Split("tp", dim, unit),)} if unit else {}
         options: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
         options |= {"fused_key": fused_key}
@@ -162,7 +162,7 @@ def _feed_forward_specs(
 def _dense_specs(
     prefix: str, hidden: int, inner: int, layer: int, whole_of: frozenset[str] | None = None
 ) -> list[ParameterSpec]:
-    """`whole_of`: the axes that gradients are summed over of a feed-forward that each rank has whole."""
+    """`whole_of`: the axes to sum gradients over, for an MLP that is replicated over tp; None splits the MLP."""
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
     if whole_of is not None:
         more["summed_over"] = whole_of
@@ -178,7 +178,7 @@ def _dense_specs(
 def _expert_specs(
     moe: MoeConfig, hidden: int, layer: int, between: frozenset[str]
 ) -> list[ParameterSpec]:
-    """The matrices of a layer's experts are one parameter [experts, out, in]."""
+    """Stacks the matrices of a layer's experts in one parameter [experts, out, in]."""
     prefix = f"model.layers.{layer}.mlp."
     more: dict[str, Any] = {"position": layer, "decay": True, "transposed": True}
     router = (moe.num_experts, hidden)
@@ -192,7 +192,7 @@ def _expert_specs(
     fused_key = f"{prefix}experts.gate_up_proj.weight"
     choice, shared = [], []
     if moe.has_bias:
-        # It has no gradient, and the optimizer leaves it as it is.
+        # It has no gradient and is not optimized.
         shape = ADDENDS, moe.num_experts
         choice = [ParameterSpec(f"{prefix}{BIAS}", shape, position=layer, decay=False)]
     if moe.shared_inner:

@@ -1,6 +1,6 @@
-"""Runs one rank's stage of a model that is spread over pipeline stages, forward only: log-probs of given tokens.
+"""Runs a rank's pipeline stage forward to compute log-probs of given tokens.
 
-Activations travel between stages over the backend's links.
+Activations are sent between stages over the backend's point-to-point links.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from mindgrpo.models.expert_routes import Choices, StageExperts, StepExperts
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
-# Of a micro-batch's predicting positions, log-probs and entropies, float32 [M] each; or of a sample's completion.
+# (log-probs, entropies), float32 [M] each, of a micro-batch's picks; or float32 [completion length] of a sample.
 Predictions = tuple[np.ndarray, np.ndarray]
 
 
 class StageChunk:
-    """One chunk of a stage's layers: `forward` is its compiled graph, `net` the layers with the head, on the last one.
+    """One chunk of a stage's layers and its compiled graphs.
 
-    With `keeps_flows`, it also returns what its layers get, for a backward pass; the last one by a graph of its own, or
-    not at all (Stage.hands_inputs_on). `planned` are its layers among those of the stage that have experts: with them,
-    `forward` is another graph than what hands flows on, as it chooses experts and the other reads a plan. `replaying`,
-    which is for micro-batches with ExpertInputs, chooses as well, but computes what is planned.
+    `forward` computes outputs and, with experts, lets routers choose. `replaying` is for micro-batches with
+    ExpertInputs: routers choose as well, but tokens are routed by the plan. With `keeps_flows` (training), `layers`
+    also returns the layers' inputs for the backward, if Stage.hands_inputs_on; with experts, it reads a plan. It is the
+    same graph as `forward` in dense chunks without head. `net` is the stage with the head in the last chunk, else None.
+    `planned` are the chunk's layers among the stage's expert layers.
     """
 
     def __init__(
@@ -61,10 +62,10 @@ class StageChunk:
     ) -> None:
         self.shard, self.name = shard, name
         self.is_first, self.is_last = shard.is_first, shard.is_last
-        # What a stage keeps for later it computes once more in any case.
+        # Chunks before the last one store only their layers' inputs, and recompute everything else anyway.
         again = recompute if shard.is_last else KEEP_ALL
 
-        # Without compiled graphs the table, a parameter that a cell with a bprop takes, has a gradient of no shape.
+        # In eager mode, a parameter that is passed to a cell with a bprop (the table) would get a gradient of no shape.
         is_compiled = get_context("mode") == GRAPH_MODE
         chunk_bytes = LOGITS_BYTES if is_compiled else sys.maxsize
 
@@ -95,7 +96,11 @@ class StageChunk:
     def run(
         self, x: Tensor, batch: MicroBatch, experts: ExpertInputs | None
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Runs `forward`, or `replaying` a plan; returns what comes out, and what Stage returns of its choices."""
+        """Runs `forward` on x, tokens int32 [R, T] or x_NH, or `replaying` if `experts` are given.
+
+        Returns the outputs, x_NH first, or log-probs and entropies float32 [M] from the head, and separately choices
+        and margins as in Stage, if the chunk has experts.
+        """
         inputs = self.inputs(batch, experts)
         if self.is_last:
             inputs += tensors_of(HeadInputs, batch)
@@ -105,13 +110,13 @@ class StageChunk:
         return out[: len(out) - len(chosen)], chosen
 
     def forward_flows(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Returns what goes on to the next chunk, and what the layers got: nothing where no flows are kept."""
+        """Returns the output for the next chunk, and the inputs of the layers, x_NH each; none if they are not kept."""
         made = self.layers(x, *inputs)
         y, *flows = made if isinstance(made, tuple) else (made,)
         return y, flows
 
     def inputs(self, batch: MicroBatch, experts: ExpertInputs | None) -> tuple[Tensor, ...]:
-        """Returns the StageInputs of a micro-batch, and the ExpertInputs of the chunk's layers."""
+        """Returns the StageInputs of a micro-batch, followed by the ExpertInputs of the chunk's layers, if any."""
         inputs = tensors_of(StageInputs, batch)
         if self.records and experts is not None:
             inputs += tuple(map(Tensor, experts.of_layers(self._planned)))
@@ -119,7 +124,7 @@ class StageChunk:
 
 
 class HandOvers:
-    """What the passes over `batches` get from other stages and make for them."""
+    """The tensors that passes over `batches` receive from other stages and send to them."""
 
     def __init__(self, pipeline: ForwardPipeline, batches: Sequence[MicroBatch]) -> None:
         self._pipeline, self._batches = pipeline, batches
@@ -130,7 +135,7 @@ class HandOvers:
         self._made[own] = made
 
     def take(self, own: Pass) -> Any:
-        """Waits for what the pass gets from another stage."""
+        """Waits for the tensor that pass `own` receives from another stage, and returns it."""
         return self._arriving.pop(own)()
 
     def exchange(self, action: Exchange) -> None:
@@ -146,10 +151,11 @@ class HandOvers:
 
 
 class ForwardPipeline:
-    """Forward passes of `shard`'s stage over micro-batches of at most `widest`; positions stay below `num_positions`.
+    """Forward passes of `shard`'s pipeline stage over micro-batches of at most shape `widest`.
 
-    `shapes` chooses the micro-batches' own. `num_stages` ranks hold a stage each, this one stage number `stage_index`,
-    in `chunks`; `links` are by stage. `keeps_flows` as in StageChunk.
+    Positions are below `num_positions`. `shapes` chooses the actual shapes of micro-batches. This rank holds stage
+    `stage_index` of `num_stages`, split into `chunks`; `links` are point-to-point links by peer stage. `keeps_flows` is
+    as in StageChunk.
     """
 
     def __init__(
@@ -170,7 +176,7 @@ class ForwardPipeline:
         self.is_trained = keeps_flows
         self.progress = partial(backend.health.progress, "micro-batches")
         self._show = lambda name: backend.span(name)
-        # A row of one sample is its prompt and then its completion: nothing that a mask would have to say.
+        # A row of one sample is its prompt followed by its completion, for which a causal mask suffices.
         is_causal = widest.max_per_row == 1
         layers = shard.config.layers
         ends = np.cumsum([sum(layers[i].has_experts for i in own.layers) for own in shard.chunks])
@@ -196,18 +202,18 @@ class ForwardPipeline:
         self.experts = None if shard.config.moe is None else StageExperts(shard, backend)
         activations = self.activations(widest.tokens)
         self.links: dict[int, Link] = {}
-        # In one order on all ranks: each end waits for the other's.
+        # The same order on all ranks, since making a link waits for the other end.
         for pair in neighbours(self.num_stages, len(self.chunks)):
             if self.stage_index in pair:
                 (peer,) = pair - {self.stage_index}
                 self.links[peer] = backend.link(ranks[peer], activations)
 
     def activations(self, num_tokens: int) -> tuple[int, int]:
-        """Returns the shape of what passes between stages of a micro-batch."""
+        """Returns the shape of the hidden states of `num_tokens` tokens that are sent between stages."""
         return num_tokens // self.shard.token_shares, self.shard.config.hidden_size
 
     def span(self, own: Pass) -> AbstractContextManager[None]:
-        """Shows a pass in a profile: what its graphs compute, or what a device's host launches for it."""
+        """Context manager that marks a pass in a profile; on a device it covers the host's kernel launches."""
         of_chunk = f", chunk {own.chunk}" if len(self.chunks) > 1 else ""
         return self._show(f"{own.kind} {own.micro_batch}{of_chunk}")
 
@@ -216,14 +222,14 @@ class ForwardPipeline:
         return self.chunks[-1].is_last
 
     def actions(self, num_micro_batches: int, has_backward: bool) -> Actions:
-        """Returns what this stage does, in order."""
+        """Returns this stage's schedule: its passes and exchanges, in order."""
         sizes = self.num_stages, len(self.chunks), num_micro_batches
         return pipeline_schedule(*sizes, has_backward)[self.stage_index]
 
     def batches_of(
         self, packed: PackedRollout, members: Sequence[int] | None = None
     ) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of samples `members`, None for all."""
+        """Returns this rank's micro-batches of the samples `members`, or of all samples."""
         mesh, rank = self.shard.weights.layout.mesh, self.shard.weights.rank
         share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
         shape = self.shapes.choose(packed, mesh.dp, members)
@@ -235,9 +241,9 @@ class ForwardPipeline:
         experts: Sequence[ExpertInputs] | None = None,
         keeps_choices: bool = False,
     ) -> tuple[list[Predictions] | None, list[Choices]]:
-        """Returns (log p, entropy) of every micro-batch's labels, float32 [M] each; None except on the last stage.
+        """Returns (log-probs, entropies) of each micro-batch's labels, float32 [M] each; None except on the last stage.
 
-        With them, if it `keeps_choices`, those of every micro-batch's tokens, in the stage's layers with experts.
+        With `keeps_choices`, also returns the routers' Choices for each micro-batch in the stage's expert layers.
         """
         results = []
         recorded: list[list[Choices]] = [[] for _ in batches]
@@ -266,10 +272,10 @@ class ForwardPipeline:
     def record(
         self, batches: Sequence[MicroBatch], packed: PackedRollout
     ) -> tuple[list[Predictions] | None, StepExperts | None]:
-        """Returns log_probs, and of a model with experts that is trained those of the samples: the generator's, or
-        those that are chosen now.
+        """Collective call: returns log_probs and, for a trained model with experts, the routes of the samples.
 
-        All ranks together; the micro-batches of those with the same layers have all samples.
+        The routes are the generator's, or else those that routers choose now. Together, the micro-batches of the ranks
+        with the same layers must contain all samples.
         """
         if self.experts is None or not self.is_trained:
             return self.log_probs(batches)[0], None
@@ -283,7 +289,7 @@ class ForwardPipeline:
     def replay(
         self, batches: Sequence[MicroBatch], experts: StepExperts | None
     ) -> tuple[list[Predictions] | None, StepExperts | None]:
-        """Returns log_probs by the experts of a step, which then count where others would be chosen."""
+        """Returns log_probs with tokens routed by `experts`, and `experts` with statistics of the routers' choices."""
         if experts is None:
             return self.log_probs(batches)[0], None
         inputs = experts.inputs(batches)
@@ -291,7 +297,7 @@ class ForwardPipeline:
         return results, experts.compared(inputs, choices)
 
     def experts_of(self, packed: PackedRollout) -> StepExperts | None:
-        """Returns the generator's experts, or computes what is chosen now; None of a model without experts."""
+        """Returns the generator's routes, or else those that routers choose now; None for a dense model."""
         if self.experts is None:
             return None
         replayed = self.experts.replayed(packed.rollout)
@@ -299,7 +305,7 @@ class ForwardPipeline:
 
 
 def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:
-    """Returns the pairs of stages that hand over to each other: with several chunks they are a ring."""
+    """Returns the pairs of stages that send activations to each other; with several chunks they form a ring."""
     pairs = [(stage, stage + 1) for stage in range(num_stages - 1)]
     if num_chunks > 1:
         pairs.append((0, num_stages - 1))
@@ -307,16 +313,16 @@ def neighbours(num_stages: int, num_chunks: int) -> list[frozenset[int]]:
 
 
 def shape_choice(shard: Shard, backend: Backend, widest: MicroShape) -> ShapeChoice:
-    """Returns a choice of shapes for graphs of `shard`."""
+    """Returns the chooser of micro-batch shapes up to `widest` for `shard`."""
     return ShapeChoice(widest, 0.0 if backend.kernels.ragged else shard.config.column_cost)
 
 
 def by_sample(
     batches: Sequence[MicroBatch], results: Sequence[Predictions] | None, group: Group
 ) -> dict[int, Predictions]:
-    """Splits micro-batches' `results` by sample, float32 [completion length] each; nothing without results.
+    """Splits `results`, float32 [M] per micro-batch, by sample, float32 [completion length]; empty without results.
 
-    `group` are the ranks that share the rows, each of which has the results of its own tokens; all of them together.
+    Collective over `group`, the cp ranks that share rows, each of which has the results of its own tokens.
     """
     samples: dict[int, Predictions] = {}
     for micro, (logps, entropies) in zip(batches, results or [], strict=bool(results)):
@@ -325,7 +331,7 @@ def by_sample(
     if group.size > 1 and samples:
         arrays = [own for pair in samples.values() for own in pair]
         ends = np.cumsum([own.size for own in arrays])
-        # What another rank predicts is 0 here, so that the sum adds nothing to a number.
+        # Tokens of other ranks are 0 here, so that the all-reduce changes no value.
         whole = iter(np.split(group.sum_array(np.concatenate(arrays)), ends[:-1]))
         samples = {i: (next(whole), next(whole)) for i in samples}
     return samples
@@ -334,9 +340,9 @@ def by_sample(
 def compute_log_probs(
     pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> list[np.ndarray]:
-    """Computes log-probs by `pipeline`'s weights, float32 [completion length] per sample; all ranks together.
+    """Collective call: returns the log-probs of each sample's completion, float32 [completion length], on all ranks.
 
-    Runs forward only. `pipeline` is None on ranks outside of `mesh`.
+    `pipeline` is None on ranks outside `mesh`.
     """
     return record_log_probs(pipeline, mesh, backend, packed)[0]
 
@@ -344,7 +350,7 @@ def compute_log_probs(
 def record_log_probs(
     pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> tuple[list[np.ndarray], StepExperts | None]:
-    """Returns log-probs as compute_log_probs, and the experts that `pipeline` records."""
+    """Like compute_log_probs, but also returns the routes that `pipeline` records."""
     own: dict[int, np.ndarray] = {}
     experts = None
     if pipeline is not None:

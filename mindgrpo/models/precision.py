@@ -1,6 +1,6 @@
-"""Decides in which dtypes a run computes on this machine: compute dtype, products of float32 matrices, and attention.
+"""Resolves a run's dtypes on this machine: compute dtype, float32 matmul precision and attention.
 
-Reads `context` and the MindFormers YAMLs of the models.
+Reads `context` and the models' MindFormers YAMLs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mindgrpo.models.mindformers_yaml import FLASH, stated_dtypes
 
 
 def matmul_precision(config: Config) -> MatmulPrecision:
-    """Resolves the choice for this machine. Raises UserError."""
+    """Resolves context.float32_matmul_precision for this machine. Raises UserError if it is not supported."""
     context = config.context
     precision = resolve_matmul_precision(
         context.float32_matmul_precision, context.target, _has_kernels(config)
@@ -36,7 +36,7 @@ def matmul_precision(config: Config) -> MatmulPrecision:
 
 
 def compute_dtype(config: Config) -> Dtype:
-    """Resolves the choice for this machine. Raises UserError."""
+    """Resolves context.compute_dtype, or that of the model YAMLs, for this machine. Raises UserError if unsupported."""
     context, stated = config.context, stated_dtypes(config)
     asked: str = context.compute_dtype
     key = DTYPE_KEY
@@ -48,7 +48,7 @@ def compute_dtype(config: Config) -> Dtype:
 
 
 def flash_attention(config: Config) -> bool:
-    """Returns whether a device uses its fused attention, where it has one. Raises UserError."""
+    """Returns whether the device's fused attention is used, if it has one. Raises UserError if float32 rules it out."""
     stated, dtype = stated_dtypes(config).flash_attention, compute_dtype(config)
     if stated and dtype == "float32" and config.context.target.has_fused_attention:
         raise UserError(
@@ -59,7 +59,7 @@ def flash_attention(config: Config) -> bool:
 
 
 def plain_kernels(config: Config) -> list[str]:
-    """Returns the device's fused kernels that the run does without. Raises UserError."""
+    """Returns the device's fused kernels that the run turns off. Raises UserError if it does not run on a device."""
     names = config.context.plain_kernels
     if names and config.context.target == SHARED_MEMORY:
         raise UserError(
@@ -70,7 +70,7 @@ def plain_kernels(config: Config) -> list[str]:
 
 
 def dtype_notices(config: Config) -> list[str]:
-    """Lists the dtypes stated in the model YAMLs that have no effect."""
+    """Returns a notice for each dtype setting of the model YAMLs that has no effect."""
     stated, dtype = stated_dtypes(config), compute_dtype(config)
     notices = []
     if stated.compute_dtype not in (None, dtype):
@@ -84,7 +84,7 @@ def dtype_notices(config: Config) -> list[str]:
 
 
 def loss_scale(config: Config) -> float:
-    """Returns the factor of the loss, 1 where the compute dtype needs none. Raises UserError."""
+    """Returns the loss scale, 1 unless the compute dtype is float16. Raises UserError for an unnecessary loss scale."""
     asked, dtype = config.context.loss_scale, compute_dtype(config)
     if dtype == "float16":
         return 1024.0 if asked is None else asked
@@ -97,7 +97,7 @@ def loss_scale(config: Config) -> float:
 
 
 def num_product_parts(config: Config) -> int | None:
-    """Returns dtypes.num_product_parts for the configuration."""
+    """Returns dtypes.num_product_parts of the configuration."""
     return dtypes.num_product_parts(compute_dtype(config), matmul_precision(config))
 
 

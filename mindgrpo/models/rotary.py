@@ -1,4 +1,4 @@
-"""Rotary positions (RoPE, arXiv:2104.09864) of a model as a table of cosines and sines, and their scalings."""
+"""Rotary position embeddings (RoPE, arXiv:2104.09864) of a model as a table of cosines and sines, with scaling."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mindgrpo.models.decoder_config import DecoderConfig, yarn_magnitude
 def rotary_table(
     config: DecoderConfig, num_positions: int, is_local: bool = False, nope_dim: int | None = None
 ) -> np.ndarray:
-    """Returns float32 [num_positions, 2 D]: cos of each angle, then sin; both halves of a head turn alike.
+    """Returns float32 [num_positions, 2 D]: the cosines [D] of each angle, then the sines; head halves form pairs.
 
-    `is_local`: of the model's local layers. Of models with latents, heads have `nope_dim` dims (None: as in the
-    configuration), half of them at the start of each half, which do not turn, and the `rope_dim` dims behind these.
+    `is_local`: for the model's local layers. With latent attention, each half of a head starts with half of the
+    `nope_dim` dims (None: as configured), which are not rotated, followed by half of the `rope_dim` dims.
     """
     latent, scaling = config.latent, None if is_local else config.rope_scaling
     theta = config.local_rope_theta if is_local else config.rope_theta
@@ -38,14 +38,17 @@ def rotary_table(
     angles = np.concatenate([angles, angles], axis=1)
     both = np.concatenate([angles, angles], axis=1)
     cosines, sines = np.split(both, 2, axis=1)
-    # In place, as in algorithm/exponentials.py.
+    # In place, for the reason given in algorithm/exponentials.py.
     np.cos(cosines, out=cosines)
     np.sin(sines, out=sines)
     return (both * np.tile(magnitude, 4)).astype(np.float32)
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:
-    """Slows down what turns seldom within the positions known at first (arXiv:2309.00071, section 3.2)."""
+    """Applies YaRN: lowers the frequencies that rotate rarely within the original context (arXiv:2309.00071, 3.2).
+
+    `frequencies` is float32 [dims / 2].
+    """
     original, width = float(scaling["original_max_position_embeddings"]), 2 * len(frequencies)
 
     def dim_of(turns: float) -> float:

@@ -1,6 +1,6 @@
-"""Holds a rank's share of a model: its parameters by stored key, and the sizes and options that cells are made with.
+"""A rank's shard of a model: its parameters by stored key, and the sizes and options that its cells are built with.
 
-Plans count the same sizes.
+Memory plans use the same sizes.
 """
 
 from __future__ import annotations
@@ -34,46 +34,46 @@ from mindgrpo.models.parallel_cells import (
 )
 from mindgrpo.weights.local_weights import Weights
 
-# The largest [rows, vocabulary] tensor of a head; longer ones go in chunks.
+# The largest [rows, vocabulary] tensor of the LM head; more rows are computed in chunks.
 LOGITS_BYTES = 64 << 20
-# Sums over ranks are sums of so many parts in a binary tree, as many of them on each rank.
+# For batch invariance, sums over ranks are split into this many parts, equally many per rank, added in a binary tree.
 LEAVES = 8
 
 
 def local_leaves(tp_size: int, *widths: int) -> int:
-    """Returns a rank's leaves of sums over `widths`; 1 where these, or the ranks, do not divide into LEAVES."""
+    """Returns a rank's number of leaves in sums over `widths`, or 1 if widths or ranks do not divide evenly."""
     divides = LEAVES % tp_size == 0 and not any(width % LEAVES for width in widths)
     return LEAVES // tp_size if divides else 1
 
 
 def product_leaves(config: DecoderConfig, tp_size: int) -> int:
-    """Returns the leaves of a rank's products whose sums go over ranks: attention's and a dense feed-forward's last."""
+    """Returns a rank's number of leaves in row-parallel GEMMs: the output projections of attention and dense MLPs."""
     mixed = config.num_attention_heads * config.value_dim
     return local_leaves(tp_size, mixed, dense_inner(config))
 
 
 def vocabulary_leaves(config: DecoderConfig, tp_size: int) -> int:
-    """Returns the leaves of a rank's vocabulary."""
+    """Returns the number of leaves of a rank's vocabulary shard."""
     return local_leaves(tp_size, config.vocab_size)
 
 
 def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
-    """Returns the width of a rank's vocabulary, with the padding of the last rank."""
+    """Returns the width of a vocabulary shard, with the padding of the last rank."""
     return -(-config.vocab_size // tp_size)
 
 
 def dense_inner(config: DecoderConfig) -> int:
-    """Returns the width of feed-forwards without experts; 0 where all layers have experts."""
+    """Returns the size of dense MLPs, 0 if all layers have experts."""
     return 0 if all(kind.has_experts for kind in config.layers) else config.intermediate_size
 
 
 def local_inner(config: DecoderConfig, tp_size: int) -> int:
-    """Returns a rank's width of feed-forwards without experts, with the padding of the last rank."""
+    """Returns the size of a rank's shard of dense MLPs, with the padding of the last rank."""
     return -(-dense_inner(config) // tp_size)
 
 
 def routing(moe: MoeConfig) -> Routing:
-    """Returns the choice and the scores of experts as kernels take them."""
+    """Returns the routing settings in the form that kernels take."""
     return Routing(
         moe.num_experts,
         moe.per_token,
@@ -87,7 +87,7 @@ def routing(moe: MoeConfig) -> Routing:
 
 
 def local_experts(config: DecoderConfig, ep_size: int, index: int) -> LocalExperts | None:
-    """Returns rank `index`'s share of the experts of all layers; None in models without."""
+    """Returns the experts of rank `index` of the ep axis; None for dense models."""
     if (moe := config.moe) is None:
         return None
     count = moe.num_experts // ep_size
@@ -97,7 +97,7 @@ def local_experts(config: DecoderConfig, ep_size: int, index: int) -> LocalExper
 
 
 def local_latents(config: DecoderConfig) -> LocalLatents | None:
-    """Returns the latents that the generator caches; None in models without."""
+    """Returns the dimensions of latent attention in the form that kernels take; None for other models."""
     if (latent := config.latent) is None:
         return None
     widths = latent.rank, latent.query_rank or 0, latent.nope_dim, latent.rope_dim, latent.value
@@ -105,7 +105,10 @@ def local_latents(config: DecoderConfig) -> LocalLatents | None:
 
 
 def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
-    """Returns heads as attention's kernels take them: a norm over the projection, and its bias, are not theirs."""
+    """Returns a rank's heads in the form that attention kernels take.
+
+    Norms over the whole projection, and its bias, are applied before the kernel.
+    """
     return Heads(
         config.num_attention_heads // tp_size,
         max(1, config.num_key_value_heads // tp_size),
@@ -117,7 +120,10 @@ def local_heads(config: DecoderConfig, tp_size: int) -> Heads:
 
 
 def cached_heads(config: DecoderConfig, tp_size: int) -> Heads:
-    """Returns heads as the plain decoder caches them: of latents, one of keys that are the latent and its rope key."""
+    """Returns heads in the layout of the plain decoder's KV cache.
+
+    With latent attention, there is a single key head, which holds the latent and the rotary key.
+    """
     heads = local_heads(config, tp_size)
     if (latent := config.latent) is None:
         return heads
@@ -126,17 +132,17 @@ def cached_heads(config: DecoderConfig, tp_size: int) -> Heads:
 
 @dataclass(frozen=True)
 class Adapters:
-    """A rank's low-rank adapters, in the layout of the weights that they are for."""
+    """A rank's low-rank adapters, in the layout of their base weights."""
 
     weights: Weights
     settings: LoraSettings
 
 
 class Shard:
-    """A rank's parameters of one role, by stored key, with the sizes that cells need.
+    """A rank's parameters of one role, by stored key, with the factories and sizes that cells need.
 
-    With `adapters`, matrices that have some are used together with them. Of a role that is not trained (`is_trained`),
-    no gradient is computed: sums over ranks may take the quicker way.
+    `adapters` are applied to the matrices that have some. Unless the role `is_trained`, no gradients are computed, and
+    all-reduces may use the faster variant whose last bits differ between ranks.
     """
 
     def __init__(
@@ -153,9 +159,9 @@ class Shard:
         self.weights = weights
         self.backend = backend
         self.group: Group = backend.group(mesh.group(weights.rank, ("tp",)))
-        # Ranks that share rows of tokens.
+        # The cp group, whose ranks share rows of tokens.
         self.context_group: Group = backend.group(mesh.group(weights.rank, ("cp",)))
-        # Ranks with other experts, with other parts of the same ones, and both.
+        # Groups of ranks with different experts (ep), with other columns of the same experts (etp), and both.
         experts = {
             axes: mesh.group(weights.rank, axes) for axes in (("ep",), ("etp",), ("ep", "etp"))
         }
@@ -163,65 +169,65 @@ class Shard:
         tp_size = mesh.tp
         self.token_shares = layout.token_shares
         self._chunks = layout.stage_layers[mesh.index(weights.rank, "pp")]
-        # Of the first chunk; cells of others are made with `chunks`.
+        # The layers of the first chunk; cells of other chunks are made with the copies in `chunks`.
         self.layers = self._chunks[0]
         self.query_heads = config.num_attention_heads // tp_size
         self.kv_heads = max(1, config.num_key_value_heads // tp_size)
-        # Ranks of the group that hold the same heads of keys and values.
+        # The number of tp ranks that hold the same key-value heads.
         self.kv_copies = max(1, tp_size // config.num_key_value_heads)
         self.local_vocab = local_vocabulary(config, tp_size)
         self.kernels = backend.kernels
         self.first_token = self.local_vocab * mesh.index(weights.rank, "tp")
-        # Trained roles have gradients for exactly these, in this order.
+        # Gradients of trained roles have exactly these keys, in this order.
         self.parameters = weights.parameters
         self._adapters = adapters
-        # Adapters are trained in their place.
+        # Adapters, if any, are trained instead of the weights.
         self.trains_weights = adapters is None
         self.adapter_parameters: dict[str, Any] = {}
         if adapters is not None:
             self.adapter_parameters = adapters.weights.parameters
         self._shared_cells: dict[Any, nn.Cell] | None = None
         self._scope: tuple[object, ...] = ()
-        # Whether a gradient finds hidden states of before, which are not computed again for it.
+        # Whether hidden states are stored for the backward instead of being recomputed.
         self.are_kept = False
 
     @property
     def chunks(self) -> tuple[Shard, ...]:
-        """Returns a copy for each chunk of its stage's layers."""
+        """Returns a copy of the shard for each chunk of its stage's layers."""
         shards = tuple(copy(self) for _ in self._chunks)
         for shard, layers in zip(shards, self._chunks, strict=True):
             shard.layers = layers
         return shards
 
     def restore_names(self) -> None:
-        """Gives parameters their names again that cells have changed."""
+        """Restores the names of parameters that cells have renamed."""
         self.weights.restore_names()
         if self._adapters is not None:
             self._adapters.weights.restore_names()
 
     def sharing_cells(self) -> Shard:
-        """Returns a copy whose equal cells without weights are one object, so that a graph compiles it once."""
+        """Returns a copy that shares equal cells without weights, so that a graph compiles each only once."""
         shard = copy(self)
         shard._shared_cells = {}
         return shard
 
     def within(self, scope: object) -> Shard:
-        """Returns a copy whose cells are shared with those of the same scope alone.
+        """Returns a copy that shares cells only within the same scope.
 
-        Whether it is computed again is a cell's own property, so what may differ in that must not share.
+        Recomputation is a property of the cell object, so modules that may differ in it must not share cells.
         """
         shard = copy(self)
         shard._scope = (*self._scope, scope)
         return shard
 
     def keeping(self, are_kept: bool) -> Shard:
-        """Returns a copy for cells whose hidden states are kept for the gradient, or are not."""
+        """Returns a copy for cells whose hidden states are, or are not, stored for the backward."""
         shard = copy(self)
         shard.are_kept = are_kept and self.is_trained
         return shard
 
     def cell(self, make: Callable[..., nn.Cell], *arguments: Any) -> nn.Cell:
-        """Returns make(*arguments), a cell without weights; the arguments are hashable."""
+        """Returns make(*arguments), a cell without weights, possibly shared; the arguments must be hashable."""
         if self._shared_cells is None:
             return make(*arguments)
         key = (self._scope, make, *arguments)
@@ -236,9 +242,9 @@ class Shard:
         return self.cell(ReduceFrom, self.group, self.is_trained, self.backend.sums_in_float32)
 
     def entering(self, product: nn.Cell) -> nn.Cell:
-        """Returns `product` of hidden states, the first of those that are split over the group.
+        """Returns `product`, a column-parallel GEMM, preceded by f or, with sequence parallelism, by an all-gather.
 
-        Where tokens are shared out and hidden states `are_kept`, the own ones are, if `product` is one of a matrix.
+        If hidden states `are_kept` and `product` is a Linear, only this rank's tokens are stored for the backward.
         """
         if self.token_shares == 1:
             return Entering(self.copy_to_group(), product)
@@ -250,31 +256,40 @@ class Shard:
         return Entering(self.cell(GatherTokens, self.group, in_float32), product)
 
     def leave_region(self) -> nn.Cell:
-        """Returns what the results of such products pass through, with something that is computed on the way."""
+        """Returns the cell (y [N, H], after) that ends a tensor-parallel region: an all-reduce, or a reduce-scatter.
+
+        With sequence parallelism, `after` is a tensor computed inside the region (see ScatterTokens).
+        """
         if self.token_shares > 1:
             return Leave(self.cell(ScatterTokens, self.group, self.backend.sums_in_float32))
         return Leave(self.reduce_from_group())
 
     def all_tokens(self) -> nn.Cell:
-        """Returns what hidden states pass through before every rank of the group computes the same with all of them."""
+        """Returns the cell that gathers the hidden states of all tokens, where all tp ranks compute the same with them.
+
+        Without sequence parallelism it is the identity.
+        """
         if self.token_shares > 1:
             return self.cell(GatherTokens, self.group, self.backend.sums_in_float32, True)
         return self.cell(Same)
 
     def gather_context(self) -> GatherTokens:
-        """Returns what gathers keys and values of the ranks that share rows."""
+        """Returns the cell that all-gathers keys and values over the cp group, [n, w] -> [G n, w]."""
         return GatherTokens(self.context_group, self.backend.sums_in_float32)
 
     @property
     def leaves(self) -> int:
-        """The leaves of products whose sums go over ranks."""
+        """Returns the number of leaves of row-parallel GEMMs; 1 unless kernels are batch-invariant."""
         return self.tree_leaves(product_leaves)
 
     def tree_leaves(self, of: Callable[[DecoderConfig, int], int]) -> int:
         return of(self.config, self.group.size) if self.kernels.batch_invariant else 1
 
     def linear(self, key: str, over_ranks: bool = False) -> nn.Cell:
-        """Returns the product with matrix `key` (without bias); `over_ranks`: one whose sums go over ranks."""
+        """Returns the GEMM cell [N, in] -> [N, out] of matrix `key`, without bias, with its adapters.
+
+        `over_ranks`: its result is summed over the tp group (row-parallel).
+        """
         leaves = self.leaves if over_ranks else 1
         base = Linear(self[key], self.cell(self.kernels.matmul, False, leaves), self.exact())
         if adapter_names(key)[0] not in self.adapter_parameters:
@@ -283,7 +298,7 @@ class Shard:
         return self._adapted(key, base, self.cell(self.kernels.matmul), merging)
 
     def linear_of_experts(self, key: str) -> nn.Cell:
-        """Returns the product by expert with the matrices `key`."""
+        """Returns the grouped GEMM cell of the expert matrices `key`, with their adapters."""
         matmul = self.cell(self.kernels.expert_matmul)
         base = Linear(self[key], matmul, self.exact())
         if adapter_names(key)[0] not in self.adapter_parameters:
@@ -302,34 +317,34 @@ class Shard:
         return LowRankLinear(base, a, b, entry.widths, flags, settings, low_rank, merging)
 
     def biased_linear(self, key: str, bias: str) -> nn.Cell:
-        """Returns the product with matrix `key` plus vector `bias`, of a model that is not trained."""
+        """Returns the GEMM cell [N, in] -> [N, out] of matrix `key` plus vector `bias`, for a frozen model."""
         return BiasedLinear(self[bias], self[key], self.cell(self.kernels.add_matmul))
 
     def exact(self) -> nn.Cell:
-        """Returns what matrices pass through before products, so that their gradients are float32."""
+        """Returns the cell that matrices pass through before GEMMs, so that their gradients are float32."""
         has_gradient = self.is_trained and self.weights.dtype != "float32"
         return self.cell(Float32Gradient if has_gradient else Same)
 
     @property
     def widens_head(self) -> bool:
-        """Returns whether what the head multiplies has to be made float32 first."""
+        """Returns whether the LM head's inputs and table have to be cast to float32."""
         kernels = self.kernels
         return kernels.fp32_lm_head and kernels.widens_head and self.weights.dtype != "float32"
 
     def exact_head(self) -> nn.Cell:
-        """Returns what the head's table passes through before its product, as `exact` of other matrices."""
+        """Returns the cell that the LM head's table passes through before its GEMM, like `exact` for other matrices."""
         return self.cell(ToFloat32) if self.widens_head else self.exact()
 
     def vector(self) -> nn.Cell:
-        """Returns what vectors of weights pass through: they are used, and have gradients, in float32.
+        """Returns the cell that weight vectors pass through, which casts them, and keeps their gradients, in float32.
 
-        Where nothing is trained and kernels take them, they are used as they are.
+        It is the identity if the weights are float32, or if nothing is trained and kernels accept narrow vectors.
         """
         as_they_are = self.kernels.takes_narrow_vectors and not self.is_trained
         return self.cell(Same if as_they_are or self.weights.dtype == "float32" else ToFloat32)
 
     def embedding(self) -> nn.Cell:
-        """Returns the cell (tokens int32 [N], table) -> rows [N, H] of this shard's part of the table."""
+        """Returns the cell (tokens int32 [N], table [V, H]) -> rows [N, H], zeros for tokens of other shards."""
         kernels, exact = self.kernels, self.weights.dtype != "float32"
         return (kernels.exact_embedding if exact else kernels.embedding)(self.first_token)
 
@@ -362,7 +377,7 @@ class Shard:
         return self[self.head_key]
 
     def padding_bias(self) -> np.ndarray | None:
-        """Returns float32 [1, local vocabulary] that keeps padding out of a softmax; None where there is none."""
+        """Returns the bias float32 [1, V] that masks padding columns out of a softmax; None without padding."""
         ids = np.arange(self.first_token, self.first_token + self.local_vocab)
         if ids[-1] < self.config.vocab_size:
             return None
@@ -372,12 +387,12 @@ class Shard:
         return local_heads(self.config, self.weights.layout.mesh.tp)
 
     def attended_heads(self) -> Heads:
-        """Returns heads as attention gets them: of a model that is not trained, the product adds the bias."""
+        """Returns heads as the attention cell sees them: if nothing is trained, the qkv GEMM adds the bias instead."""
         heads = self.heads()
         return heads if self.is_trained else replace(heads, has_bias=False)
 
     def cached_heads(self) -> Heads:
-        """Returns heads as the plain decoder caches them, and its attention gets them, as attended_heads are."""
+        """Returns heads in the layout of the plain decoder's KV cache, as its attention cell sees them."""
         if self.config.latent is None:
             return self.attended_heads()
         return cached_heads(self.config, self.weights.layout.mesh.tp)

@@ -1,4 +1,4 @@
-"""Describes a layout: ranks as an array with named axes, and which slice of each parameter a rank holds.
+"""Describes parallel layouts: the device mesh with named axes, and the slice of each parameter that a rank holds.
 
-Pure arithmetic: no array is touched and nothing communicates.
+Pure index arithmetic: it touches no tensors and does not communicate.
 """

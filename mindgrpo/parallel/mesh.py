@@ -1,7 +1,7 @@
-"""A mesh of ranks with named axes, and two views of the same ranks: the whole model's and that of its experts.
+"""The device mesh: named parallel axes over ranks, with a dense view and an expert view of the same ranks.
 
-No other file computes with rank numbers. A new axis is a field of Mesh and a word in a view. A mesh may be smaller than
-the world; it refuses to place a rank that lies outside it.
+All arithmetic on rank numbers lives in this file. To add an axis, add a field to Mesh and its name to a view. A mesh
+may cover only part of the world; looking up the index of a rank outside it raises UserError.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from mindgrpo.errors import UserError
 
-# Axes from the outermost on: neighbours along the last one are adjacent ranks.
+# Axes from outermost to innermost: ranks that are adjacent along the last axis have consecutive numbers.
 DENSE = ("pp", "dp", "cp", "tp")
-# The ranks of a stage folded anew: edp * ep * etp = dp * cp * tp.
+# Expert parallelism regroups the dp x cp x tp ranks of a stage into edp x ep x etp.
 EXPERT = ("pp", "edp", "ep", "etp")
-# Axes whose ranks see other tokens: all gradients are sums over those of their view.
+# Axes whose ranks process different tokens: every gradient is summed over these axes of its view.
 DATA_AXES = frozenset(("dp", "cp", "edp"))
 DENSE_DATA, EXPERT_DATA = DATA_AXES.intersection(DENSE), DATA_AXES.intersection(EXPERT)
-# Keys of a parallel_config.
+# The parallel_config key of each axis.
 CONFIG_KEYS = {
     "dp": "data_parallel",
     "cp": "context_parallel",
@@ -35,7 +35,7 @@ CONFIG_KEYS = {
 
 
 def view_of(axes: Iterable[str]) -> tuple[str, ...]:
-    """Returns the view that has all of `axes`. Raises ValueError where none has."""
+    """Returns the view (DENSE or EXPERT) that contains all `axes`. Raises ValueError if neither does."""
     names = set(axes)
     for view in (DENSE, EXPERT):
         if names <= set(view):
@@ -45,7 +45,7 @@ def view_of(axes: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """`spacing` is the distance between neighbouring ranks: with 4, of four ranks each the first is in the mesh."""
+    """Sizes of the mesh axes. `spacing` is the step between its rank numbers: 4 takes ranks 0, 4, 8 and so on."""
 
     dp: int
     tp: int
@@ -72,7 +72,7 @@ class Mesh:
 
     @property
     def edp(self) -> int:
-        """Counts the ranks of a stage that hold the same experts."""
+        """Returns the size of the expert-data-parallel axis: how many ranks of a stage hold the same expert shard."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     def size_of(self, axes: Iterable[str]) -> int:
@@ -84,16 +84,16 @@ class Mesh:
 
     @property
     def end(self) -> int:
-        """Returns the number that all of its ranks are below."""
+        """Returns the exclusive upper bound of its rank numbers."""
         return self.size * self.spacing
 
     @property
     def first_ranks(self) -> Mesh:
-        """Returns the mesh of the first ranks of the replicas of a mesh without pipeline stages."""
+        """Returns the mesh of the first rank of each dp replica. Valid for meshes with pp = cp = 1 only."""
         return Mesh(self.dp, 1, spacing=self.tp)
 
     def ranks(self, view: tuple[str, ...] = DENSE) -> NDArray[np.int64]:
-        """Returns the ranks as an array with one dim for each axis of `view`."""
+        """Returns the rank numbers, int64, with one dim per axis of `view`: [pp, dp, cp, tp] or [pp, edp, ep, etp]."""
         shape = [getattr(self, axis) for axis in view]
         return (np.arange(self.size, dtype=np.int64) * self.spacing).reshape(shape)
 
@@ -101,13 +101,13 @@ class Mesh:
         return 0 <= rank < self.end and rank % self.spacing == 0
 
     def index(self, rank: int, axis: str) -> int:
-        """Returns where `rank` is along `axis`. Raises UserError for a rank outside."""
+        """Returns the coordinate of `rank` along `axis`. Raises UserError for a rank outside the mesh."""
         if not self.holds(rank):
             raise UserError(
                 f"rank {rank} is outside the layout {self}, which has {self.size} ranks; "
                 f"start fewer ranks or enlarge an axis of the parallel_config."
             )
-        # Without the array: a layout that nobody can run is refused with a sentence, however large it is.
+        # Avoids building the array of ranks, so that even an absurdly large layout gets its error message.
         return rank // self.spacing // self._stride(axis) % int(getattr(self, axis))
 
     def _stride(self, axis: str) -> int:
@@ -115,7 +115,7 @@ class Mesh:
         return self.size_of(view[view.index(axis) + 1 :])
 
     def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """Returns the ranks, `rank` among them, that differ from it along `axes` (of one view) alone, in order."""
+        """Returns the communication group of `rank` along `axes` (of one view), in ascending order, `rank` included."""
         along = [axis for axis in view_of(axes) if axis in set(axes)]
         strides = [self._stride(axis) * self.spacing for axis in along]
         first = rank - sum(
@@ -125,7 +125,7 @@ class Mesh:
         return tuple(first + sum(offsets) for offsets in product(*steps))
 
     def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
-        """Returns all groups along `axes`, in the order of their first ranks."""
+        """Returns all communication groups along `axes`, ordered by their first rank."""
         groups = (self.group(rank, axes) for rank in range(0, self.end, self.spacing))
         return list(dict.fromkeys(groups))
 

@@ -1,8 +1,8 @@
-"""Which part of each parameter a rank holds, for any mesh.
+"""Computes which slice of each parameter a rank holds, for any mesh.
 
-A parameter is split along any number of axes of a mesh, and lives on the pipeline stage of its layer. Boxes are in
-global coordinates. Refuses splits that would cut an attention head in two, and pipelines that leave a stage without a
-layer. Knows nothing of tensors' values.
+A parameter can be sharded over any number of mesh axes, and lives on the pipeline stage of its layer. Boxes are in
+global coordinates. Rejects splits that would cut an attention head in two, and pipelines with a stage without layers.
+Works on shapes only, never on tensor values.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mindgrpo.parallel.mesh import CONFIG_KEYS, DATA_AXES, DENSE_DATA, Mesh, vie
 
 Position = int | Literal["first", "last", "first_and_last"]
 Ranks = tuple[int, ...]
-# The layers of each stage, one range a chunk.
+# stage_layers[stage][chunk] is a range of layers.
 StageLayers = tuple[tuple[range, ...], ...]
-# Layers more than an even split gives, by stage, or by chunk and stage; 0 for an even split.
+# How many layers each stage has beyond an even split: [stage], or [chunk][stage]; 0 splits evenly.
 Offset = int | Sequence[int] | Sequence[Sequence[int]]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Split:
-    """A cut of `dim` over the ranks of mesh axis `axis`, in steps of `unit` elements.
+    """Shards tensor dimension `dim` over mesh axis `axis`, in multiples of `unit` elements.
 
-    `axis` may join several of a view by "+", from the outermost on: all their ranks in turn. `replicate` lets
-    neighbouring ranks share a unit where there are fewer units than ranks.
+    `axis` may join several axes of one view with "+", outermost first ("dp+cp"), which are flattened into one.
+    `replicate` gives neighbouring ranks copies of the same unit if there are fewer units than ranks (KV heads).
     """
 
     axis: str
@@ -47,16 +47,16 @@ class Split:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """`shape` is global, in Hugging Face orientation ([..., out, in]).
+    """How one parameter is sharded and stored. `shape` is global, in Hugging Face orientation [..., out, in].
 
-    `splits` are of axes of one view of the mesh; those of one dim nest in their order. On axes without one every rank
-    has the same.
-    `summed_over`: axes of which each rank sees a part of the gradient only, so that it is summed over those of their
-    ranks that hold the same.
-    `position` is the parameter's pipeline home: a layer index, or an end of the pipeline, or both.
-    `window`: ranks have nothing outside of it; None where they have the whole parameter.
-    `transposed`: ranks keep the last two dims swapped, [..., in, out]. `fused_key` names the tensor that keeps
-    parameters side by side, concatenated along its last dim; empty for one that is alone.
+    `splits` use axes of one view of the mesh; several splits of one dim are nested in their order. The parameter is
+    replicated along all other axes.
+    `summed_over`: the axes whose ranks each compute a partial gradient, which has to be summed over the ranks that
+    hold the same slice.
+    `position` places the parameter in the pipeline: a layer index, the first stage, the last stage, or both.
+    `window` limits sharding to this box of the parameter, and no rank holds elements outside it; None shards all of it.
+    `transposed`: the stored tensor has its last two dims swapped, [..., in, out]. `fused_key` is the name of the stored
+    tensor that concatenates several parameters along its last dim; empty if the parameter has a tensor of its own.
     """
 
     name: str
@@ -84,12 +84,12 @@ class ParameterSpec:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Lists the axes that it is split over."""
+        """Returns the mesh axes that the parameter is sharded over."""
         return tuple(dict.fromkeys(axis for split in self.splits for axis in split.axes))
 
     @property
     def key(self) -> str:
-        """Names the tensor that it is kept in."""
+        """Returns the name of the tensor that stores the parameter."""
         return self.fused_key or self.name
 
     @property
@@ -97,13 +97,13 @@ class ParameterSpec:
         return self.summed_over & DATA_AXES
 
     def split_over_data(self) -> ParameterSpec:
-        """Cuts a rank's part once more, along its first stored dim, over the ranks that its gradient is summed over."""
+        """Shards each rank's slice further, along the first stored dim, over the data axes of its gradient sum."""
         first, *_ = self.as_stored(range(len(self.shape)))
         axes = (axis for axis in view_of(self.data_axes) if axis in self.data_axes)
         return replace(self, splits=(*self.splits, Split("+".join(axes), first)))
 
     def as_stored(self, dims: Sequence[T]) -> tuple[T, ...]:
-        """Orders what is given for each dim of `shape` as the stored tensor's dims are."""
+        """Reorders a sequence with one entry per dim of `shape` to the dims of the stored tensor."""
         if not self.transposed:
             return tuple(dims)
         *outer, rows, columns = dims
@@ -130,7 +130,7 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """Returns the common part, or None where there is no common element."""
+        """Returns the intersection, or None if it is empty."""
         if len(self.start) != len(other.start):
             raise ValueError(f"{self} and {other} are boxes of different tensors")
         start = tuple(map(max, self.start, other.start))
@@ -149,10 +149,11 @@ class Box:
 def layers_of_stage(
     num_layers: int, pipeline_stage: int, offset: Offset = 0, pp_interleave_num: int = 1
 ) -> StageLayers:
-    """Returns each stage's layers, in chunks: chunk c of stage s is part c pipeline_stage + s of the model.
+    """Assigns layers to stages and chunks: chunk c of stage s is part c * pipeline_stage + s of the model.
 
-    `offset` 0 gives the earliest parts the layers that are left over. A list reads as in MindFormers: part i has
-    num_layers // (number of parts) + offset[i] layers; of several chunks it is a list of such lists, offset[c][s].
+    `offset` 0 gives one extra layer each to the earliest parts if the split is uneven. A list has MindFormers' meaning:
+    part i gets num_layers // num_parts + offset[i] layers; with several chunks it is nested, offset[c][s]. Raises
+    UserError if a part would have no layer or `offset` does not fit.
     """
     num_parts = pipeline_stage * pp_interleave_num
     base, left_over = divmod(num_layers, num_parts)
@@ -195,7 +196,10 @@ def layers_of_stage(
 
 
 def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
-    """Returns the part of ranks at `index`, by axis: shares are rounded up, so the last may be short or empty."""
+    """Returns the box of the ranks at coordinates `index` {axis: coordinate}.
+
+    Shard sizes are rounded up to whole units, so that the last shard may be short or empty.
+    """
     start, stop = [0] * len(spec.shape), list(spec.shape)
     if spec.window is not None:
         start, stop = list(spec.window.start), list(spec.window.stop)
@@ -215,7 +219,10 @@ def box_of(spec: ParameterSpec, mesh: Mesh, index: Mapping[str, int]) -> Box:
 
 
 def _copies(spec: ParameterSpec, split: Split, size: int, units: int) -> int:
-    """Counts the neighbours, of `size` ranks, that share each of `units`. Raises UserError where heads would be cut."""
+    """Returns how many neighbouring ranks, of `size`, hold a copy of each of `units`.
+
+    Raises UserError if attention heads would be cut.
+    """
     key = CONFIG_KEYS.get(split.axis, split.axis)
     if split.replicate:
         if units and units % size and size % units:
@@ -235,20 +242,19 @@ def _copies(spec: ParameterSpec, split: Split, size: int, units: int) -> int:
 
 
 def local_shape(spec: ParameterSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Returns the shape to allocate: the same on every rank, padded where shares are short; the first never is."""
+    """Returns the shape to allocate, the same on every rank: that of the first shard, which is never a short one."""
     return box_of(spec, mesh, dict.fromkeys(spec.axes, 0)).shape
 
 
-# Parameters of one rule are held alike, whatever their names.
+# (shape, splits, stages, window): parameters with equal rules are sharded identically.
 Rule = tuple[tuple[int, ...], tuple[Split, ...], tuple[int, ...], Box | None]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh with the parameters laid out on it.
+    """A mesh and the sharding of a model's parameters on it.
 
-    `splits_tokens`: between products that are split over a model group, each of its ranks has tokens of its own
-    (sequence parallelism).
+    `splits_tokens` turns on sequence parallelism: between tensor-parallel GEMMs, activations are sharded over tokens.
     """
 
     mesh: Mesh
@@ -271,7 +277,7 @@ class Layout:
         splits_tokens: bool = False,
         pp_interleave_num: int = 1,
     ) -> Layout:
-        """Lays a model's parameters out. Raises UserError for a mesh that its layers or heads do not allow."""
+        """Makes the layout of a model. Raises UserError if its layers or heads cannot be split over `mesh`."""
         layers = [spec.position for spec in specs if isinstance(spec.position, int)]
         num_layers = max(layers, default=0) + 1
         stage_layers = layers_of_stage(num_layers, mesh.pp, offset, pp_interleave_num)
@@ -294,11 +300,11 @@ class Layout:
 
     @cached_property
     def local_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Returns the shape to allocate for each parameter on a rank, with the padding of short shares.
+        """Returns the shape to allocate on a rank for each parameter, by name, with short shards padded.
 
-        Raises UserError where the mesh would cut heads.
+        Raises UserError if the mesh would cut attention heads.
         """
-        # Layers repeat, so that most are known.
+        # Most parameters repeat in every layer.
         known: dict[tuple[object, ...], tuple[int, ...]] = {}
         shapes = {}
         for spec in self.specs:
@@ -310,12 +316,12 @@ class Layout:
 
     @cached_property
     def local_sizes(self) -> dict[str, int]:
-        """Counts the elements of `local_shapes`. Raises UserError where the mesh would cut heads."""
+        """Returns the number of elements of each of `local_shapes`. Raises UserError if the mesh would cut heads."""
         return {name: prod(shape) for name, shape in self.local_shapes.items()}
 
     @cached_property
     def stored_sizes(self) -> dict[str, int]:
-        """Counts the elements of each stored tensor on a rank, by its key."""
+        """Returns the number of elements of each stored tensor on a rank, by its key."""
         sizes: dict[str, int] = {}
         for spec in self.specs:
             sizes[spec.key] = sizes.get(spec.key, 0) + self.local_sizes[spec.name]
@@ -323,7 +329,7 @@ class Layout:
 
     @property
     def token_shares(self) -> int:
-        """Counts the shares of tokens that the ranks of a model group have between products."""
+        """Returns the number of token shards between tensor-parallel GEMMs: tp with sequence parallelism, else 1."""
         return self.mesh.tp if self.splits_tokens else 1
 
     @property
@@ -332,7 +338,7 @@ class Layout:
 
     @property
     def num_chunks(self) -> int:
-        """Counts the chunks of layers of each stage."""
+        """Returns the number of layer chunks per stage (interleaved pipeline)."""
         return len(self.stage_layers[0])
 
     def stages_of(self, name: str) -> tuple[int, ...]:
@@ -345,14 +351,14 @@ class Layout:
         return (self._stage_of_layer[position],)
 
     def whole_on(self, mesh: Mesh) -> Layout:
-        """Lays the same parameters out on a mesh that splits none of them."""
+        """Returns the layout with every parameter whole on each rank of `mesh`, which may have a dp axis only."""
         if mesh.size != mesh.dp:
             raise ValueError(f"{mesh} splits parameters")
         return Layout(mesh, self.specs, ((range(self.num_layers),),))
 
     @cached_property
     def stage_sizes(self) -> tuple[int, ...]:
-        """Counts the elements that a rank of each stage has, with the padding of short shares."""
+        """Returns the number of elements that a rank of each stage stores, with short shards padded."""
         sizes = [0] * len(self.stage_layers)
         for spec in self.specs:
             for stage in self.stages_of(spec.name):
@@ -361,17 +367,16 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Counts the ranks, with other tokens each, that gradients are summed over."""
+        """Returns the largest number of data-parallel ranks (dp x cp or edp) that a gradient is summed over."""
         return max(self.mesh.size_of(spec.data_axes) for spec in self.specs)
 
     @property
     def has_replicas(self) -> bool:
-        """Whether gradients are summed over ranks that hold the same parameters."""
+        """Returns whether gradients are summed over data-parallel replicas."""
         return self.num_replicas > 1
 
     def split_over_data(self) -> Layout:
-        """Shares parameters out over the ranks that hold the same: how these keep an optimizer's state (ZeRO-1,
-        arXiv:1910.02054)."""
+        """Returns the layout of optimizer state: each slice is sharded over its replicas (ZeRO-1, arXiv:1910.02054)."""
         return self._split_over_data
 
     @cached_property
@@ -390,7 +395,7 @@ class Layout:
         return self._rules[name]
 
     def ranks_by_box(self, name: str) -> Mapping[Box, Ranks]:
-        """Returns the distinct non-empty boxes with the ranks that hold each, both in ascending order."""
+        """Returns the distinct non-empty boxes of a parameter, and for each the ranks that hold it, in order."""
         rule = self._rules[name]
         if rule not in self._known:
             self._known[rule] = self._ranks_by_box(self.by_name[name], rule[2])
@@ -410,7 +415,7 @@ class Layout:
 
     @cached_property
     def _held(self) -> dict[tuple[int, ...], dict[str, Box]]:
-        """Keeps what `held_by` returns, by stage and indices along the axes of splits."""
+        """Caches the results of `held_by`, by the rank's coordinates along pp and all sharded axes."""
         return {}
 
     @cached_property
@@ -418,7 +423,10 @@ class Layout:
         return tuple(dict.fromkeys(("pp", *(axis for spec in self.specs for axis in spec.axes))))
 
     def held_by(self, rank: int) -> dict[str, Box]:
-        """Returns the non-empty boxes by name, in the order of `specs`; nothing for ranks off the mesh."""
+        """Returns the non-empty boxes that `rank` holds, by parameter name in the order of `specs`.
+
+        The result is empty for a rank outside the mesh.
+        """
         if not self.mesh.holds(rank):
             return {}
         index = {axis: self.mesh.index(rank, axis) for axis in self._axes}

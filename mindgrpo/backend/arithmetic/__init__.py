@@ -1,1 +1,1 @@
-"""Computes with the tensors of pools between passes: `contract.py` declares how, for the host and for devices."""
+"""Optimizer-side computations on pool tensors between passes; `contract.py` declares them for host and devices."""

@@ -1,4 +1,4 @@
-"""Chooses where to compute with the tensors of a pool: where they are."""
+"""Chooses the arithmetic for a pool's tensors: on the host for host memory, else on the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Declares what training does with stored tensors between passes: sums over ranks, a norm, AdamW, rows for all.
+"""The interface of training's operations on stored tensors between passes: collectives, gradient norm and AdamW.
 
-Arrays of the host's memory are computed by host.py, tensors of a device in graphs by device.py
-(choose.py). Tensors are known by where they lie in their pools.
+host.py implements it for host memory, and device.py in graphs for device memory (choose.py). Tensors are identified by
+their pools and offsets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindgrpo.backend.kernels.shapes import AdamWSettings
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor [shape] that begins `offset` elements into its pool; graphs know it as `parameter`, if any does."""
+    """A tensor of `shape` that starts `offset` elements into its pool; `parameter` is its graph Parameter, if any."""
 
     pool: Pool
     offset: int
@@ -34,10 +34,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Columns:
-    """Ranges [start, stop) of a tensor's columns (its last dim), in order; `rows`: of these alone (its first dim).
+    """Column ranges [start, stop) of a tensor's last dim, in order; `rows` restricts them to rows of its first dim.
 
-    They may end in padding, whose gradient is zero. `region` is what they hold without it, in the order of the file's
-    tensor if `is_transposed`.
+    The last columns may be padding, whose gradient is zero. `region` indexes the elements without padding;
+    `is_transposed` tells that the Hugging Face tensor has the last two dims swapped.
     """
 
     tensor: Stored
@@ -56,12 +56,12 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Counts the elements in the ranges."""
+        """Returns the number of elements in the ranges."""
         return self.rows_of_all * sum(stop - start for start, stop in self.ranges)
 
     @property
     def edges(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns where the rows of the first range begin and end, in every dim."""
+        """Returns the start and the stop of the first range, restricted to `rows`, in every dim."""
         begin, end = [0] * len(self.shape), [*self.shape]
         begin[-1], end[-1] = self.ranges[0]
         if self.rows is not None:
@@ -70,12 +70,12 @@ class Columns:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the first range, of these rows, is all of the parameter."""
+        """Returns whether the first range, restricted to `rows`, covers the whole tensor."""
         return self.edges == ((0,) * len(self.shape), self.shape)
 
     @property
     def widths(self) -> tuple[tuple[int, bool], ...]:
-        """Returns the widths of the ranges and of what is between them, in order, and which are ranges."""
+        """Returns (width, whether it is a range) for the ranges and the gaps between them, in order."""
         edges = (0, *(edge for one in self.ranges for edge in one), self.shape[-1])
         widths = [stop - start for start, stop in pairwise(edges)]
         return tuple((width, i % 2 == 1) for i, width in enumerate(widths) if width > 0)
@@ -94,10 +94,10 @@ class Arranged(Protocol):
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows [start, start + rows) of a stored tensor, of which each rank in turn owns the next `share`.
+    """Rows [start, start + rows) of a stored tensor, sharded over ranks in consecutive shares of `share` rows.
 
-    The last ranks own fewer, or none. In the tensor that has a rank's own rows these begin `at`, with room for `share`;
-    what it has beyond them is zero.
+    The last ranks may own fewer rows, or none. In the tensor that stores a rank's share, the block's rows start at row
+    `at`, padded with zeros to `share` rows.
     """
 
     start: int
@@ -106,14 +106,17 @@ class RowBlock:
     at: int
 
     def own(self, index: int) -> tuple[int, int]:
-        """Returns the rows [start, stop) of the rank at `index`."""
+        """Returns the rows [start, stop) that the rank at `index` owns."""
         first, last = (min(self.rows, i * self.share) for i in (index, index + 1))
         return self.start + first, self.start + last
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A stored tensor, `whole`, and the one that has a rank's share of it; `ranks` own the blocks' rows in turn."""
+    """A stored tensor, `whole`, and the tensor with this rank's `share` of its rows; `ranks` share the blocks' rows.
+
+    `index` is this rank's position in `ranks`.
+    """
 
     whole: Arranged
     share: Arranged
@@ -127,18 +130,18 @@ class ShardedTensor:
 
     @property
     def transferred(self) -> int:
-        """Counts the elements of all ranks' shares, as they are transferred."""
+        """Returns the number of elements of all ranks' shares, padded as they are transferred."""
         return sum(block.share for block in self.blocks) * len(self.ranks) * self.row_size
 
     def own_rows(self) -> Iterator[tuple[int, int, int]]:
-        """Yields, of each block of which this rank owns rows: their [start, stop), and where the share has them."""
+        """Yields (start, stop, at) of the rows that this rank owns: rows of `whole`, and their first row in `share`."""
         for block in self.blocks:
             start, stop = block.own(self.index)
             if start < stop:
                 yield start, stop, block.at
 
     def shares(self, offset: int) -> Iterator[Share]:
-        """Yields what each rank owns, of elements counted from `offset` of the pool."""
+        """Yields the elements (start, stop, member) that each rank owns, counted from `offset` in the pool."""
         for block in self.blocks:
             for member in range(len(self.ranks)):
                 edges = block.own(member)
@@ -151,10 +154,10 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class Updated:
-    """What AdamW works on: `tensors` are a weight, its gradient, the first and the second moment, of one shape.
+    """A tensor to update with AdamW: `tensors` are (weight, gradient, first moment, second moment), of equal shapes.
 
-    But for the gradient of a `sharded` tensor, of which this rank has its own rows to update: the moments are that
-    share, and the weight is the share or the whole tensor.
+    With ZeRO-1 (`sharded`), the gradient is the whole tensor, the moments are this rank's share, and the weight is the
+    share or the whole tensor; only the rank's own rows are updated.
     """
 
     tensors: tuple[Stored, Stored, Stored, Stored]
@@ -166,59 +169,59 @@ class Updated:
         return self.tensors[1]
 
 
-# Prepared once, called in every update, by all members of its group alike.
+# Prepared once and called in every update, as a collective call of its group.
 Operation = Callable[[], None]
-# (number of the update from 1, learning rate, factor of the gradients) -> None.
+# (number of the update from 1, learning rate, gradient scale) -> None.
 Step = Callable[[int, float, float], None]
 Tensors = Mapping[str, Stored]
 Sharded = Sequence[ShardedTensor]
 
 
 def neighbours(tensors: Sharded) -> Iterator[tuple[tuple[int, ...], list[ShardedTensor]]]:
-    """Yields ranks and the tensors, one after another in their pools, that these share."""
+    """Yields runs of consecutive tensors that are sharded over the same ranks: (ranks, tensors)."""
     for ranks, own in groupby(tensors, lambda tensor: tensor.ranks):
         yield ranks, list(own)
 
 
 class Arithmetic(ABC):
-    """Makes operations on tensors of float32, in place; what they are made for stays where it is.
+    """Prepares in-place operations on float32 tensors, which must not move in memory afterwards.
 
-    Tensors are in the order of their pools.
+    Tensors are passed in the order of their pools.
     """
 
     @abstractmethod
     def sum_columns(self, columns: Sequence[Columns], group: Group) -> Operation:
-        """Sums columns over the group, whose members have as many of them, wherever these lie."""
+        """All-reduces (sums) columns over the group; members have equally many columns, at any offsets."""
 
     @abstractmethod
     def sum_tensors(self, tensors: Sequence[Stored], group: Group) -> Operation:
-        """Sums tensors over the group, whose members have them at the same places of their pools."""
+        """All-reduces (sums) tensors over the group; members have them at the same offsets of their pools."""
 
     @abstractmethod
     def scatter_sum(self, tensors: Sharded, gradients: Tensors) -> Operation:
-        """Sums tensors over the ranks of each, of which a rank gets the sums of its own rows."""
+        """Reduce-scatters (sums) the gradients of tensors over their ranks; each rank gets the sums of its own rows."""
 
     @abstractmethod
     def gather(self, tensors: Sharded, trained: Tensors, masters: Tensors | None) -> Operation:
-        """Gives the ranks of each tensor the rows of all, in the dtype of `trained`.
+        """All-gathers the rows of each tensor into `trained`, in its dtype.
 
-        `masters` are the shares that have the values; None: the owners' rows have them already.
+        `masters` are the shares to take the values from; None if the owners' rows of `trained` are up to date.
         """
 
     @abstractmethod
     def norm(
         self, columns: Sequence[Columns], copies: Sequence[int], group: Group
     ) -> Callable[[], float]:
-        """Returns the 2-norm over the group of columns of which `copies` members have the same."""
+        """Prepares the 2-norm of columns over the group, where `copies[i]` members hold replicas of columns[i]."""
 
     @abstractmethod
     def adamw(self, tensors: Sequence[Updated], settings: AdamWSettings) -> Step:
-        """Updates weights and moments; gradients are zero afterwards."""
+        """Prepares an AdamW step, which updates weights and moments and zeroes gradients."""
 
     @abstractmethod
     def round(self, targets: Sequence[Stored], sources: Sequence[Stored]) -> Operation:
-        """Copies tensors to those of a narrower dtype."""
+        """Prepares the copy of float32 `sources` to `targets` of a narrower dtype."""
 
     @abstractmethod
     def clear(self, tensors: Sequence[Stored]) -> None:
-        """Makes tensors zero."""
+        """Zeroes tensors at once."""

@@ -1,4 +1,4 @@
-"""Computes with a device's tensors in graphs, so that none passes the host; neighbours share buckets of a transfer."""
+"""Arithmetic on device tensors in graphs, without copies to the host; consecutive tensors share transfer buckets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ from mindgrpo.backend.kernels.shapes import AdamWSettings
 
 
 class SumOfTensors(nn.Cell):
-    """(ticket) -> ticket; sums whole parameters over a group, in one exchange behind that which gave the ticket."""
+    """(ticket float32 [1]) -> ticket; all-reduces whole parameters in one bucket.
+
+    The ticket orders it after the collective that returned it.
+    """
 
     def __init__(self, columns: Sequence[Columns], group: Group) -> None:
         super().__init__()
@@ -55,14 +58,14 @@ class SumOfTensors(nn.Cell):
         self.total, self.map = group.sum_cell(), ops.HyperMap()
 
     def construct(self, ticket: Any) -> Any:
-        # The calls of all ranks need one order, which independent operations of a graph do not have.
+        # Collectives need the same order on all ranks, which independent operations of a graph do not have.
         total = self.total(ops.depend(CONCAT(self.map(flattened, self.parameters)), ticket))
         sums = SPLIT(total, self.sizes, 0)
         return ops.depend(first_of(total), self.map(assigned, self.parameters, sums))
 
 
 class SumOfColumns(nn.Cell):
-    """As SumOfTensors, of ranges of parameters' columns."""
+    """Like SumOfTensors, for column ranges of parameters."""
 
     def __init__(self, columns: Sequence[Columns], group: Group) -> None:
         super().__init__()
@@ -85,7 +88,7 @@ class SumOfColumns(nn.Cell):
         sums, at = SPLIT(total, self.sizes, 0), 0
         ticket = first_of(total)
         for i in range(len(self.parameters)):
-            # Read once and written once: a graph does not promise an order between the two of one parameter.
+            # Each parameter is read once and written once, since a graph does not guarantee their order otherwise.
             split = SPLIT(self.parameters[i], self.widths[i], -1)
             columns: tuple[Any, ...] = ()
             for number in range(len(split)):
@@ -98,7 +101,7 @@ class SumOfColumns(nn.Cell):
 
 
 class _Square(nn.Cell):
-    """x -> the sum of its squares, [1]."""
+    """x float32 [...] -> the sum of its squares, [1]."""
 
     def __init__(self, squares: nn.Cell) -> None:
         super().__init__()
@@ -109,7 +112,7 @@ class _Square(nn.Cell):
 
 
 class GradientNorm(nn.Cell):
-    """The 2-norm over the model: squares of columns, divided by the number of their copies, summed over ranks."""
+    """() -> the model's 2-norm, float32 [1]: sums the squares of columns, divided by their replicas, over ranks."""
 
     def __init__(
         self, columns: Sequence[Columns], copies: Sequence[int], group: Group, squares: nn.Cell
@@ -151,7 +154,7 @@ class GradientNorm(nn.Cell):
 
 
 class AdamWCell(nn.Cell):
-    """Updates weights and moments and zeroes gradients, one tensor after the other."""
+    """Applies AdamW and zeroes gradients, one tensor after the other: (scale [], *adamw_inputs) -> done."""
 
     def __init__(
         self,
@@ -160,9 +163,9 @@ class AdamWCell(nn.Cell):
         kernels: Kernels,
         own_rows: OwnRows | None = None,
     ) -> None:
-        """Takes of each tensor (weight, gradient, first moment, second moment, whether the weight decays).
+        """Takes (weight, gradient, first moment, second moment, whether the weight decays) for each tensor.
 
-        `own_rows`: weights and moments are of these rows alone, of which it has a gradient's.
+        With `own_rows`, weights and moments are shares, and it selects the rows of the whole gradients.
         """
         super().__init__()
         self.weights = ms.ParameterTuple([entry[0] for entry in tensors])
@@ -193,9 +196,9 @@ class AdamWCell(nn.Cell):
 
 
 class RoundCell(nn.Cell):
-    """Copies weights to parameters of a narrow dtype.
+    """(done) -> done; copies weights to parameters of a narrower dtype.
 
-    In the optimizer's graph, which changes the weights, each would be copied first.
+    It is a separate graph, since the optimizer's graph, which changes the weights, would make a copy of each first.
     """
 
     def __init__(self, weights: Sequence[Any], rounded: Sequence[Any]) -> None:
@@ -228,7 +231,7 @@ class DeviceArithmetic(Arithmetic):
         return self.sum_columns([Columns(one, ((0, one.shape[-1]),)) for one in tensors], group)
 
     def _shared(self, tensors: Sharded) -> Iterator[tuple[Group, list[list[ShardedTensor]]]]:
-        """Yields groups with the buckets that they share, for one graph, without what has no rows."""
+        """Yields (group, buckets of the tensors that it shards) for each graph, without tensors that have no rows."""
         for ranks, own in neighbours(tensors):
             for taken in of_graphs([tensor for tensor in own if tensor.blocks]):
                 yield self._backend.group(ranks), buckets_of(taken)

@@ -1,4 +1,4 @@
-"""Cells that exchange rows of tensors between ranks of a device, and what graphs over many tensors need."""
+"""Cells that reduce-scatter and all-gather rows of device tensors, and tools for graphs over many tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mindgrpo.backend.arithmetic.contract import ShardedTensor, Stored
 from mindgrpo.backend.contract import Group
 from mindgrpo.backend.dtypes import mindspore_dtype
 
-# Large enough for the links, small beside the gradients.
+# Large enough to saturate the links, small compared with the gradients.
 BUCKET_BYTES = 64 << 20
-# Each turn of a loop in a graph nests calls in those of the turns before it, and MindSpore takes 1000 calls in another.
+# Each iteration of a loop in a graph nests calls in the previous ones, and MindSpore allows 1000 nested calls.
 TENSORS_OF_LOOP = 32
 
-# Graphs over many tensors are written in operations, and in a map over all tensors where that is possible: slices by
-# indices take MindSpore ten times as long to compile as the operation that they are, `ops.split` fifty times, and a
-# turn of a loop twice as long as a map's.
+# Graphs over many tensors use operators, and HyperMap over all tensors where possible, to compile fast: MindSpore takes
+# ten times as long for indexing as for the operator behind it, fifty times for `ops.split`, and twice for an iteration
+# of a loop.
 ASSIGN, CONCAT, RESHAPE, SHAPE = ops.Assign(), ops.Concat(), ops.Reshape(), ops.Shape()
 SLICE, SPLIT = ops.StridedSlice(), SplitWithSize()
 
@@ -32,17 +32,17 @@ def flattened(tensor: Any) -> Any:
 
 
 def assigned(parameter: Any, flat: Any) -> Any:
-    """Gives a parameter the values of a flat tensor."""
+    """Assigns a flat tensor [n] to a parameter."""
     return ASSIGN(parameter, RESHAPE(flat, SHAPE(parameter)))
 
 
 def first_of(flat: Any) -> Any:
-    """Returns the first element, [1], for which an operation behind can wait."""
+    """Returns the first element [1] of a flat tensor [n], as a ticket that later operations can depend on."""
     return SLICE(flat, (0,), (1,), (1,))
 
 
 class Cut(NamedTuple):
-    """Rows [start, stop) of a tensor, of which they are all where `is_whole`; `number` says of which tensor."""
+    """Rows [start, stop) of tensor `number`; `is_whole` if these are all of its rows."""
 
     number: int
     start: int
@@ -51,7 +51,7 @@ class Cut(NamedTuple):
 
 
 def rows_of(tensor: Any, cut: Any) -> Any:
-    """Returns the rows of a Cut."""
+    """Returns the rows of `cut`, [stop - start, ...], of a tensor [rows, ...]."""
     _, start, stop, is_whole = cut
     if is_whole:
         return tensor
@@ -59,7 +59,7 @@ def rows_of(tensor: Any, cut: Any) -> Any:
 
 
 class InTurn(nn.Cell):
-    """(ticket) -> ticket; runs cells that wait for a ticket, each behind the one before it."""
+    """(ticket) -> ticket; runs cells one after the other, each with the ticket of the previous one."""
 
     def __init__(self, cells: Sequence[nn.Cell]) -> None:
         super().__init__()
@@ -72,13 +72,16 @@ class InTurn(nn.Cell):
 
 
 def of_graphs(tensors: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yields the tensors, in order, that one graph takes."""
+    """Splits tensors into consecutive chunks, one for each graph."""
     for first in range(0, len(tensors), TENSORS_OF_LOOP):
         yield tensors[first : first + TENSORS_OF_LOOP]
 
 
 def buckets(tensors: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
-    """Returns neighbours that share a bucket, by their numbers of float32; a larger one is alone."""
+    """Groups consecutive tensors into buckets of BUCKET_BYTES, given their sizes in float32 elements.
+
+    A tensor that is larger than a bucket gets one of its own.
+    """
     by_bucket: list[list[T]] = [[]]
     room = BUCKET_BYTES // 4
     for tensor, size in zip(tensors, sizes, strict=True):
@@ -91,13 +94,13 @@ def buckets(tensors: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
 
 
 class _Rows(nn.Cell):
-    """Rows of the tensors of a bucket on a device, by blocks; sums and gathers of them are subclasses."""
+    """Base class of collectives on the row blocks of a bucket's tensors."""
 
     def __init__(self, tensors: Sequence[ShardedTensor], group: Group, gets_all: bool) -> None:
-        """`gets_all`: each rank gets all ranks' rows of a block, not its own alone."""
+        """`gets_all`: each rank receives the rows of all ranks (all-gather) instead of its own only."""
         super().__init__()
         self.size, members = group.size, group.size if gets_all else 1
-        # Of a rank's share of each block its elements, and the shape of what a rank gets.
+        # For each block, the number of elements of a rank's share, and the shape that a rank receives.
         self.sizes = tuple(b.share * tensor.row_size for tensor in tensors for b in tensor.blocks)
         self.shapes = tuple(
             (members * b.share, *tensor.whole.shape[1:])
@@ -107,9 +110,9 @@ class _Rows(nn.Cell):
         self.cuts = tuple(_cuts(tensors, members))
 
     def assigned(self, parameters: Any, shares: Any, ticket: Any) -> Any:
-        """Puts exchanged shares where they belong; each parameter is read once and written once.
+        """Writes the received shares to their rows of the parameters; returns a ticket.
 
-        A graph does not promise an order between the two of one parameter.
+        Each parameter is read once and written once, since a graph does not guarantee their order otherwise.
         """
         for i in range(len(self.cuts)):
             joined: tuple[Any, ...] = ()
@@ -123,7 +126,10 @@ class _Rows(nn.Cell):
 
 
 def _cuts(tensors: Sequence[ShardedTensor], members: int) -> Iterator[tuple[Cut, ...]]:
-    """Yields what each tensor consists of behind an exchange: rows of blocks' shares by number, its own with -1."""
+    """Yields the cuts that make up each tensor after a collective.
+
+    A cut's number is that of the block whose received share has the rows, or -1 for rows of the tensor itself.
+    """
     number = 0
     for tensor in tensors:
         cursor, length, cuts = 0, tensor.whole.shape[0], []
@@ -143,7 +149,7 @@ def _cuts(tensors: Sequence[ShardedTensor], members: int) -> Iterator[tuple[Cut,
 
 
 class SumOfShares(_Rows):
-    """(ticket) -> ticket; sums parameters over a group, of which each member gets its own rows, in one exchange."""
+    """(ticket) -> ticket; reduce-scatters (sums) the parameters of a bucket: each member gets its own rows."""
 
     def __init__(
         self, tensors: Sequence[ShardedTensor], gradients: Mapping[str, Stored], group: Group
@@ -156,7 +162,7 @@ class SumOfShares(_Rows):
             for i, tensor in enumerate(tensors)
             for b in tensor.blocks
         )
-        # Rows of zeros behind each block, so that all ranks' shares have as many.
+        # Padding with zeros after each block, so that all ranks' shares have equal sizes.
         self.missing = tuple(
             (b.share * group.size - b.rows, *tensor.whole.shape[1:])
             for tensor in tensors
@@ -172,13 +178,13 @@ class SumOfShares(_Rows):
             if self.missing[number][0] > 0:
                 values = CONCAT((values, ops.zeros(self.missing[number], ms.float32)))
             dealt = (*dealt, RESHAPE(values, (self.size, -1)))
-        # The calls of all ranks need one order, which independent operations of a graph do not have.
+        # Collectives need the same order on all ranks, which independent operations of a graph do not have.
         total = self.scatter(ops.depend(self.beside(dealt), ticket))
         return self.assigned(self.parameters, SPLIT(total, self.sizes, 0), first_of(total))
 
 
 class GatherOfShares(_Rows):
-    """(ticket) -> ticket; copies all members' shares to parameters, in their dtype, in one exchange."""
+    """(ticket) -> ticket; all-gathers the shares of a bucket into parameters, in their dtype."""
 
     def __init__(
         self,
@@ -208,12 +214,12 @@ class GatherOfShares(_Rows):
 
 
 def buckets_of(tensors: Sequence[ShardedTensor]) -> list[list[ShardedTensor]]:
-    """Returns neighbours that share a bucket."""
+    """Groups consecutive tensors into buckets by the size of their transfers."""
     return buckets(tensors, [tensor.transferred for tensor in tensors])
 
 
 class OwnRows(nn.Cell):
-    """(gradient of a stored tensor, its number) -> this rank's rows, as its share of the weights has them."""
+    """(gradient of a stored tensor [rows, ...], its number) -> this rank's rows, laid out like its share."""
 
     def __init__(self, tensors: Sequence[ShardedTensor]) -> None:
         super().__init__()
@@ -231,7 +237,7 @@ class OwnRows(nn.Cell):
 
 
 def _own_cuts(tensor: ShardedTensor) -> Iterator[Cut]:
-    """Yields what a rank's share consists of: rows of the whole tensor, and with number -1 so many zeros."""
+    """Yields the cuts that make up a rank's share: rows of the whole tensor, or with number -1, rows of zeros."""
     cursor, length = 0, tensor.share.shape[0]
     for start, stop, at in tensor.own_rows():
         if at > cursor:

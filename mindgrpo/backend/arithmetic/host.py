@@ -1,4 +1,4 @@
-"""Computes with arrays of the host's memory; what lies in a device's memory comes to the host and goes back."""
+"""Arithmetic on host arrays; tensors in device memory are copied to the host and back."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from mindgrpo.backend.arithmetic.contract import (
 from mindgrpo.backend.contract import Backend, Group, Share
 from mindgrpo.backend.kernels.shapes import AdamWSettings
 
-# Elements of a pool: from where on, and how many.
+# (start, number of elements) in a pool.
 Span = tuple[int, int]
 
 
 def array_of(tensor: Stored, shape: Sequence[int] | None = None) -> np.ndarray:
-    """Returns the memory from the tensor's first element on, by default as its shape."""
+    """Returns a view of the memory from the tensor's first element on, with `shape`, by default the tensor's own."""
     with tensor.pool.on_host() as memory:
         return memory.view(tensor.offset, tensor.shape if shape is None else shape)
 
 
 def runs_of(tensors: Sequence[Stored]) -> list[np.ndarray]:
-    """Returns the memory of tensors of one pool, [n] each, as few as these make up."""
+    """Returns the memory of tensors of one pool as flat views [n], one for each contiguous run of tensors."""
     runs: list[list[Stored]] = []
     for tensor in tensors:
         if runs and tensor.offset == runs[-1][-1].offset + runs[-1][-1].size:
@@ -73,7 +73,7 @@ class HostArithmetic(Arithmetic):
     def _shared(
         self, tensors: Sharded, stored: Tensors
     ) -> list[tuple[Group, np.ndarray, list[Share]]]:
-        """Returns, of neighbours, their group, their memory [n] and who owns which elements of it."""
+        """Returns (group, memory [n], shares of it) for each run of tensors that are sharded over the same ranks."""
         return [
             (
                 self._backend.group(ranks),
@@ -131,7 +131,10 @@ class HostArithmetic(Arithmetic):
         return run
 
     def adamw(self, tensors: Sequence[Updated], settings: AdamWSettings) -> Step:
-        """Weights and gradients of a device travel: half as much as moments, which stay on the host, would."""
+        """Implements Arithmetic.adamw on the host.
+
+        For tensors on a device, weights and gradients are copied to the host and back, while moments stay there.
+        """
         spans = list(_spans(tensors))
         is_sharded = any(one.sharded for one in tensors)
         if not tensors:
@@ -153,7 +156,7 @@ class HostArithmetic(Arithmetic):
                     numbers = settings.at(update, lr, scale, decays)
                     self._kernels.adamw(weight, gradient, moments[0], moments[1], numbers)
                 if is_sharded:
-                    # Of the others' rows they are sums that nobody needs.
+                    # Clears the rows of other ranks as well.
                     for one in tensors:
                         g.view(one.gradient.offset, one.gradient.shape)[...] = 0.0
 
@@ -174,7 +177,7 @@ class HostArithmetic(Arithmetic):
 
 
 def _spans(tensors: Sequence[Updated]) -> Iterator[tuple[bool, list[Span]]]:
-    """Yields whether weights decay, and what is theirs in the four pools: neighbours together, or a share's rows."""
+    """Yields (whether weights decay, spans in the four pools), for runs of tensors, or for the rows of a share."""
     for decays, own in groupby(tensors, lambda one: one.decays):
         first, *others = own
         if first.sharded is None:

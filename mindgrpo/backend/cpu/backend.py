@@ -1,6 +1,6 @@
-"""The ranks of one host share memory, between and inside graphs, and compute with its processors.
+"""The CPU backend: ranks of one host communicate through shared memory, inside and outside graphs.
 
-They never form MindSpore's cluster, which takes seconds to join and to leave.
+They do not form MindSpore's cluster, which takes seconds to join and to leave.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.targets import open_device
 from mindgrpo.errors import UserError
 
-# Larger ones are no faster: what a group's members add at a time should stay in the caches.
+# Larger buffers are no faster: the chunk that a group adds at a time should stay in the CPU caches.
 GROUP_BUFFER_BYTES = 512 << 10
-# Some 50 us: longer than a message takes where every rank has a core of its own.
+# About 50 us: longer than a message takes if every rank has a core of its own.
 SPINS_WITH_A_CORE_EACH = 2000
 
 
@@ -38,7 +38,10 @@ def num_cores() -> int:
 
 
 class CpuGraph(Graph):
-    """Its kernels can only end with a number: raises what they kept, where `computing` knows nothing better."""
+    """A graph with C kernels, which return only a status: raises the error that they recorded.
+
+    If a peer's death is the cause, `computing` raises PeerLost instead.
+    """
 
     def __init__(
         self,
@@ -59,14 +62,15 @@ class CpuGraph(Graph):
 
 
 class CpuLink(Link):
-    """A ring of slots in each direction, so that a sender runs ahead; what arrives is read when it is needed.
+    """A link with one ring buffer per direction, so that a sender can run ahead of its receiver.
 
-    Or when its slot is: the n-th exchange never waits for a later one of the other end.
+    An incoming tensor is read on request, or earlier to free its slot, so that the n-th exchange never waits for a
+    later exchange of the other end.
     """
 
     def __init__(self, outgoing: SharedLink, incoming: SharedLink) -> None:
         self._outgoing, self._incoming = outgoing, incoming
-        # Numbers and shapes of what has not been read; by number, what has been read and not been asked for.
+        # (exchange number, shape) of unread tensors, and by exchange number tensors that were read but not requested.
         self._unread: deque[tuple[int, Sequence[int]]] = deque()
         self._read: dict[int, Tensor] = {}
         self._count = 0
@@ -75,7 +79,7 @@ class CpuLink(Link):
         self, outgoing: Any | None, receives: Sequence[int] | None
     ) -> Callable[[], Tensor | None]:
         take: Callable[[], Tensor | None] = nothing
-        # Before it sends, or both ends would wait for the other's slots.
+        # Must come before the send, or both ends could wait for a free slot of the other.
         if receives is not None:
             take = partial(self._take, self._count)
             self._unread.append((self._count, receives))
@@ -97,7 +101,7 @@ class CpuLink(Link):
 
 
 def nothing() -> None:
-    """Returns what an exchange brings that receives nothing."""
+    """Stands for the result of an exchange that receives nothing."""
 
 
 def _notices() -> tuple[str, ...]:
@@ -119,7 +123,7 @@ class CpuBackend(Backend):
         num_parts: int | None = None,
         is_narrow: bool = False,
     ) -> None:
-        """Takes what NativeKernels take."""
+        """Passes `num_parts` and `is_narrow` on to NativeKernels."""
         self.world_size = int(environment.get("MS_WORKER_NUM", "1"))
         self.rank = own_rank(environment, self.world_size) if self.world_size > 1 else 0
         ms.set_context(mode=ms.GRAPH_MODE if compiled else ms.PYNATIVE_MODE)
@@ -134,17 +138,16 @@ class CpuBackend(Backend):
         self._num_links: Counter[int] = Counter()
 
     def _choose_core(self) -> set[int]:
-        """Returns this rank's core where several ranks share each core, and all as many; otherwise none."""
+        """Returns the core to pin this rank to if ranks outnumber cores evenly (world size a multiple); else none."""
         cores = sorted(self._cores)
         is_shared = self.world_size > len(cores) and self.world_size % len(cores) == 0
         return {cores[self.rank % len(cores)]} if is_shared else set()
 
     def _share_cores(self) -> None:
-        """Limits MindSpore's own threads: one that runs the graph, and others for large operations, which spin in
-        between.
+        """Limits MindSpore's thread pool, whose threads spin between operations, to this rank's share of the cores.
 
-        A rank without a second core to itself has none of the others: they took a third of its time from the ranks
-        beside it.
+        A rank without a second core of its own gets only the thread that runs the graph: spinning threads took a third
+        of the time of neighbouring ranks.
         """
         if self.world_size > 1:
             threads = max(1, num_cores() // self.world_size)
@@ -158,7 +161,7 @@ class CpuBackend(Backend):
                 f"{PRECISION_KEY} high and medium, and {DTYPE_KEY} bfloat16, need the C kernels: {_notices()[0]}; or "
                 "set them to highest and float32."
             )
-        # Without a graph the gradients of parameters that only a kernel of ours sees would be lost.
+        # In eager mode, gradients of parameters that only our kernels read would be lost.
         if library_path() is None or not compiled:
             return Kernels()
         from mindgrpo.backend.kernels.native.kernels import NativeKernels
@@ -178,7 +181,7 @@ class CpuBackend(Backend):
         return shared_group(self._host, ranks, GROUP_BUFFER_BYTES)
 
     def link(self, peer: int, shape: Sequence[int]) -> CpuLink:
-        # Both ends count alike, so that a second link between them has a name of its own.
+        # Both ends count their links, so that each link between the same two ranks has a unique name.
         serial = self._num_links[peer]
         self._num_links[peer] += 1
         slot_bytes = 4 * int(np.prod(shape))
@@ -187,7 +190,7 @@ class CpuBackend(Backend):
             return SharedLink(self._host, source, target, slot_bytes, serial)
 
         low, high = sorted((self.rank, peer))
-        # Both ends make the two in one order, or each would wait for the other's first.
+        # Both ends must make the two rings in the same order, or they deadlock.
         down, up = ring(low, high), ring(high, low)
         outgoing, incoming = (down, up) if self.rank == low else (up, down)
         return CpuLink(outgoing, incoming)
@@ -197,8 +200,10 @@ class CpuBackend(Backend):
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Runs on the rank's own core, if it has one: ranks that wait for each other in every layer are slow where the
-        system has three of them on one core and one on the other. Outside, as the programs that it starts, on all.
+        """Pins this process to the rank's own core, if it has one, and restores all cores on exit.
+
+        Ranks that wait for each other in every layer slow down if the scheduler puts three on one core and one on
+        another. Outside, this process and programs that it starts may use all cores.
         """
         moves = bool(self._own_core) and os.sched_getaffinity(0) != self._own_core
         if moves:

@@ -1,8 +1,8 @@
-"""The ranks of one host: how one finds the others, maps memory with them, waits for them and learns of their end.
+"""Rendezvous of the ranks of one host: they find each other, map shared memory, wait, and detect that a peer died.
 
-Shared memory is nameless (memfd): a rank writes on the job's board what it offers, and the others open it through
-/proc, so that /dev/shm needs no room and nothing is left behind by a crash. The board itself, a few pages, has a
-name until all have mapped it.
+Shared memory is anonymous (memfd): a rank announces each segment on the job's board, and its peers open it through
+/proc. This takes no space in /dev/shm, and a crash leaves nothing behind. The board itself, a few pages, has a file
+name until all ranks have mapped it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mindgrpo.health.rank_health import RankHealth
 from mindgrpo.processes.linux import is_alive
 
 PAGE_BYTES = 4096
-# Ranks import for a while before they open the board; none is known by its process before.
+# Importing takes ranks a while before they open the board, and their process ids are unknown until then.
 MEET_SECONDS = 300.0
 MEET_NAPS = (0.001, 0.02)
 STALE_SECONDS = 3600.0
@@ -45,13 +45,13 @@ MAX_OFFERS = 1000
 
 
 def job_name(environment: Mapping[str, str]) -> str:
-    """Names the job: every rank of one msrun has the same parent, and two runs never share parent and port."""
+    """Returns a job name that is the same for all ranks of one msrun (same parent process and port), and unique."""
     job = environment.get("MINDGRPO_JOB")
     return job or f"{os.getppid()}-{environment.get('MS_SCHED_PORT', '0')}"
 
 
 def own_rank(environment: Mapping[str, str], world_size: int) -> int:
-    """Returns this process's number among the job's ranks. Raises UserError where these are on several hosts."""
+    """Returns this process's rank. Raises UserError if RANK_ID is missing or the ranks are on several hosts."""
     rank = environment.get("RANK_ID", "")
     if whole_number(rank) is None:
         raise UserError(
@@ -69,10 +69,10 @@ def own_rank(environment: Mapping[str, str], world_size: int) -> int:
 
 
 class LocalRanks:
-    """This rank among the `world_size` ranks of `job`, which share a host.
+    """This rank and its peers: the `world_size` ranks of `job`, all on one host.
 
-    `library` is None where there is no C compiler; then waits poll. `spins`: see SleepingCounters. `health` knows
-    how a rank ended.
+    `library` is None without a C compiler, and waits then poll. `spins`: see SleepingCounters. `health` reports waits
+    and knows why a rank ended.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LocalRanks:
         if health and library is not None:
             library.group_tell_waits_at.argtypes = [ctypes.c_void_p]
             library.group_tell_waits_at(health.waits_address)
-            # Writes there as long as it is loaded.
+            # The library writes to its memory as long as it is loaded.
             library.__dict__["waits_written_by"] = health
         if library is not None:
             library.first_lost.argtypes = [ctypes.c_void_p, ctypes.c_int32]
@@ -112,14 +112,14 @@ class LocalRanks:
         return self._pids[rank]
 
     def check_failure(self) -> None:
-        """Raises PeerLost if the end of a rank is why the C library failed."""
+        """Raises PeerLost if the C library failed because a rank has ended."""
         pid = 0 if self.library is None else self.library.group_lost_pid()
         if pid:
             raise self.lost(pid)
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
-        """Raises PeerLost in place of a RuntimeError if the end of a rank is why the C library failed inside."""
+        """Context manager that replaces a RuntimeError by PeerLost if a rank's death made the C library fail."""
         try:
             yield
         except RuntimeError:
@@ -127,7 +127,10 @@ class LocalRanks:
             raise
 
     def first_ended(self, pids: np.ndarray, address: int) -> int:
-        """Returns the first process of `pids` that was seen to have ended, 0 while all live; the last one keeps it."""
+        """Returns the process id of the first rank that was seen to have ended, or 0 if all are alive.
+
+        `pids` int64 [ranks + 1] at `address`, in shared memory: its last element stores the result for all members.
+        """
         if self.library is not None:
             return int(self.library.first_lost(address, len(pids) - 1))
         if not pids[-1]:
@@ -148,14 +151,17 @@ class LocalRanks:
 
 
 def header_bytes(num_ranks: int) -> int:
-    """Sizes the header: a counter a rank for whoever uses the memory, another that says "attached", the ranks' process
-    ids and one more: that of the first whose end was noticed."""
+    """Returns the header size of a shared segment, in whole pages.
+
+    The header has a counter per rank for the segment's user, an "attached" counter per rank, the ranks' process ids,
+    and the id of the first process whose end was noticed.
+    """
     used = 2 * num_ranks * LINE + 8 * (num_ranks + 1)
     return -(-used // PAGE_BYTES) * PAGE_BYTES
 
 
 class Joined:
-    """Memory that `ranks` have all mapped, `num_bytes` behind a header. Closes `descriptor`."""
+    """A header and `num_bytes` of memory that all `ranks` have mapped. Closes the file `descriptor`."""
 
     def __init__(
         self, host: LocalRanks, ranks: Sequence[int], descriptor: int, num_bytes: int
@@ -188,7 +194,7 @@ class Joined:
             )
 
     def check(self) -> None:
-        """Raises PeerLost, for all members with the name of the one whose end was noticed first."""
+        """Raises PeerLost if a member has ended; every member names the one whose end was noticed first."""
         first = self._host.first_ended(self._pids, self.pids_address)
         if first:
             raise self._host.lost(first)
@@ -202,12 +208,12 @@ class Joined:
         return address_of(self.memory) + self._pids_start
 
     def array(self, start: int, num_bytes: int) -> np.ndarray:
-        """Returns uint8 [num_bytes], a view."""
+        """Returns a view, uint8 [num_bytes], from byte `start` after the header."""
         return np.frombuffer(self.memory, np.uint8, num_bytes, self._header_bytes + start)
 
 
 class Board(Joined):
-    """Lists what each rank offers to the others: (hash of a name, descriptor), in the order of offering."""
+    """Announces the shared memory of each rank to its peers: (hash of the name, file descriptor), in order."""
 
     def __init__(self, host: LocalRanks) -> None:
         self._deadline = time.monotonic() + MEET_SECONDS
@@ -224,7 +230,7 @@ class Board(Joined):
         try:
             super().__init__(host, range(size), descriptor, num_bytes)
         finally:
-            # Also where it failed, and whoever is left: nobody else will come.
+            # Even after a failure: no other rank will join through this file.
             path.unlink(missing_ok=True)
         for rank, pid in zip(self._ranks, self._pids[:-1].tolist(), strict=True):
             host.know(rank, pid)
@@ -263,7 +269,7 @@ class Board(Joined):
         self.counters.post(self._host.rank, self._num_offers)
 
     def take(self, name: str, rank: int) -> int:
-        """Returns a descriptor of our own for what `rank` offers under `name`, as soon as it does."""
+        """Waits until `rank` offers `name` and opens it; returns a file descriptor of this process."""
         wanted, seen = _hash(name), 0
         while True:
             self.counters.wait([rank], seen + 1, self.check)
@@ -281,7 +287,7 @@ def _hash(name: str) -> int:
 
 
 def _is_own(file: os.stat_result) -> bool:
-    """Returns whether only this user can have written it. Its folder is everybody's, and its name no secret."""
+    """Returns whether only this user can have written the file: its folder is world-writable, its name guessable."""
     others = stat.S_IRWXG | stat.S_IRWXO
     return stat.S_ISREG(file.st_mode) and file.st_uid == os.geteuid() and not file.st_mode & others
 
@@ -299,7 +305,7 @@ def _create(name: str, total: int) -> tuple[Path, int]:
             reasons.append(f"{path.parent}: {error.strerror}")
             continue
         try:
-            # A file with holes would end a rank with a bus error where the folder is full.
+            # Writing to a sparse file would kill a rank with a bus error if the file system is full.
             os.posix_fallocate(descriptor, 0, total)
             os.rename(partial, path)
         except OSError as error:
@@ -315,7 +321,7 @@ def _create(name: str, total: int) -> tuple[Path, int]:
 
 
 def _remove_stale() -> None:
-    """Removes the boards of jobs that were killed while their ranks were still finding each other."""
+    """Removes the boards of jobs that were killed during rendezvous."""
     for folder in BOARD_FOLDERS:
         for path in folder.glob("mindgrpo-*-board*"):
             starter = path.name.split("-")[1]
@@ -328,7 +334,10 @@ def _remove_stale() -> None:
 
 
 def nameless(name: str, total: int) -> int:
-    """Returns a descriptor of `total` bytes of memory that goes with its last user."""
+    """Returns the file descriptor of `total` bytes of anonymous memory (memfd), freed with its last user.
+
+    Raises UserError if the system refuses the size.
+    """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, total)
@@ -343,7 +352,7 @@ def nameless(name: str, total: int) -> int:
 
 
 class SharedSegment(Joined):
-    """`num_bytes` that `ranks` share under `name`, which is used once in a job."""
+    """`num_bytes` of memory shared by `ranks`, allocated by the first. A `name` is used only once in a job."""
 
     def __init__(self, host: LocalRanks, name: str, ranks: Sequence[int], num_bytes: int) -> None:
         board, leader = host.board, ranks[0]
@@ -356,7 +365,7 @@ class SharedSegment(Joined):
 
 
 class SharedLink:
-    """A ring of slots from one rank to another; the sender waits only when all slots are unread."""
+    """A one-way ring buffer of SLOTS slots between two ranks; the sender waits only if all slots are unread."""
 
     SLOTS = 4
 

@@ -1,7 +1,7 @@
-"""Groups of ranks: sum, gather and barrier over one segment of shared memory.
+"""Collectives (all-reduce, all-gather, barrier and others) over one segment of shared memory.
 
-NativeGroup leaves the work and the waits to the C library, so that graphs reach the same group; PolledGroup is the
-same in Python, for hosts without a C compiler.
+NativeGroup runs them in the C library, so that kernels inside graphs can use the same group; PolledGroup is the Python
+equivalent for hosts without a C compiler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OUT_OF_STEP, LOST, BUSY = 2, 3, 4
 
 
 class NativeSum(nn.Cell):
-    """Through the C library, which finds the group by its number."""
+    """All-reduce (sum) [...] -> [...] in the C library, which looks the group up by `kernel_id`."""
 
     def __init__(self, kernel_id: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class NativeExchange(nn.Cell):
 
 
 class PythonSum(nn.Cell):
-    """Without a C compiler: a Python call on numpy arrays."""
+    """All-reduce (sum) [...] -> [...] as a Python callback on numpy arrays, for hosts without a C compiler."""
 
     def __init__(self, group: SharedGroup) -> None:
         super().__init__()
@@ -127,16 +127,22 @@ class SharedGroup(Group):
 
     @abstractmethod
     def sum_into(self, source: np.ndarray, out: np.ndarray) -> None:
-        """Writes to `out` the members' `source` added in a binary tree, both contiguous and of one dtype."""
+        """Writes the sum of all members' `source` [n], added in a binary tree, to `out` [n], of the same dtype.
+
+        Both are contiguous, and may be the same array.
+        """
 
     @abstractmethod
     def _take_bytes(
         self, mine: np.ndarray, sizes: np.ndarray, begins: np.ndarray, ends: np.ndarray
     ) -> list[np.ndarray]:
-        """Returns bytes [begins[i], ends[i]) of every member i, which gives `sizes[i]`; all int64 [members]."""
+        """Returns the bytes [begins[i], ends[i]) of each member i's `mine`, as uint8 arrays.
+
+        `mine` uint8 [sizes[index]] is this member's payload; `sizes`, `begins` and `ends` are int64 [members].
+        """
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every member's value, pickled through memory between this job's own processes only."""
+        """Returns every member's value. Values are pickled; the memory is shared by this job's own processes only."""
         payload = np.frombuffer(pickle.dumps(value, protocol=5), np.uint8)
         sizes = np.zeros(len(self.ranks), np.int64)
         sizes[self.index] = payload.size
@@ -155,7 +161,7 @@ class SharedGroup(Group):
 
 
 class NativeGroup(SharedGroup):
-    """Leaves the work and the waits to the C library, by which graphs reach the same group."""
+    """Runs collectives and waits in the C library, through which kernels inside graphs use the same group."""
 
     def __init__(self, host: LocalRanks, ranks: Sequence[int], buffer_bytes: int) -> None:
         super().__init__(host, ranks)
@@ -173,7 +179,7 @@ class NativeGroup(SharedGroup):
         )
         if self.kernel_id < 0:
             raise RuntimeError("more groups than the C library has room for")
-        # The segment lives as long as the library may look into it.
+        # Keeps the segment mapped as long as the library may access it.
         weakref.finalize(self, _forget, self._library, self.kernel_id, segment)
 
     def sum_cell(self) -> nn.Cell:
@@ -237,7 +243,7 @@ def _forget(library: ctypes.CDLL, kernel_id: int, _: SharedSegment) -> None:
 
 
 def _in_bytes(shares: Sequence[Share], itemsize: int) -> np.ndarray:
-    """Returns int64 [shares, 3] with edges in bytes."""
+    """Returns the shares as int64 [shares, 3], (start, stop, member), with start and stop in bytes."""
     return np.array(shares, np.int64).reshape(-1, 3) * np.array([itemsize, itemsize, 1])
 
 
@@ -264,10 +270,10 @@ def declare(library: ctypes.CDLL) -> None:
 
 
 class PolledGroup(SharedGroup):
-    """Two alternating buffers a member.
+    """Collectives in Python, with two alternating buffers per member.
 
-    A buffer is written again two operations later, which a member reaches only after every other has posted the
-    operation in between, and so has read the earlier one.
+    A buffer is overwritten two operations later. A member gets there only after all others have posted the operation in
+    between, and so have finished reading the buffer.
     """
 
     def __init__(self, host: LocalRanks, ranks: Sequence[int], buffer_bytes: int) -> None:
@@ -311,7 +317,7 @@ class PolledGroup(SharedGroup):
         if source.nbytes <= SMALL_BYTES:
             self._add(views, slice(None), out)
             return
-        # Each member adds its own share into its own buffer, where nobody else reads that share.
+        # Reduce-scatter, then all-gather: each member sums its own share in its own buffer, where no other reads it.
         size = len(views)
         cuts = [source.size * i // size for i in range(size + 1)]
         shares = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]

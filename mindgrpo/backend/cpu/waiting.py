@@ -1,8 +1,8 @@
 """Counters in shared memory that one process posts and others wait for.
 
-With the C library they are C11's atomics, so that who has seen a post sees what was written before it, and the waiter
-sleeps in the kernel until it is woken. Without it, it yields and naps, and counters are plain 8-byte stores: other
-processes see these in the order of the program on x86-64 only, and other machines are refused.
+With the C library, counters are C11 atomics: a process that has seen a post also sees everything written before it, and
+waiters sleep in the kernel (futex). Without it, waiters poll, and counters are plain 8-byte stores, which are ordered
+between processes on x86-64 only; other machines are rejected.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NAP_SECONDS = 50e-6
 LIFE_CHECK_SECONDS = 0.5
 
 Check = Callable[[], None]
-# Hears since when (by the monotonic clock) this process waits, once that is worth telling; 0: no more.
+# Called with the monotonic time since which this process waits, for long waits only, and with 0 when the wait is over.
 Waits = Callable[[float], None]
 
 
 def unheard(since: float) -> None:
-    """Ignores since when a process waits: the default where nobody listens."""
+    """Ignores reports of waits."""
 
 
 class Counters(ABC):
-    """`count` counters at the start of `memory`; each is posted by one process only and only grows."""
+    """Counters in shared memory, one cache line each. Each is posted by a single process and only grows."""
 
-    # What a segment's members tell each other, so that none of them polls what another puts to sleep on.
+    # Exchanged by a segment's members, so that polling and sleeping counters are never mixed.
     kind: int
 
     def __init__(self, waits: Waits) -> None:
@@ -46,11 +46,12 @@ class Counters(ABC):
 
     @abstractmethod
     def _reached(self, index: int, value: int, seconds: float) -> bool:
-        """Returns whether the counter reaches `value` within some `seconds`; 0: whether it has."""
+        """Returns whether the counter reaches `value` within about `seconds`; 0 checks without waiting."""
 
     def wait(self, indices: Sequence[int], value: int, check: Check) -> None:
-        """Returns when every counter of `indices` has reached `value`. Raises what `check` does, which is called at
-        times meanwhile.
+        """Waits until every counter in `indices` has reached `value`.
+
+        Calls `check` every LIFE_CHECK_SECONDS meanwhile, and raises what it raises.
         """
         reported = False
         try:
@@ -65,7 +66,7 @@ class Counters(ABC):
 
 
 def _check(check: Check, reached: Callable[[], bool]) -> None:
-    """Calls `check`, but a process that has ended may have posted as its last deed."""
+    """Calls `check`, but ignores PeerLost if `reached`: a process may post right before it ends."""
     try:
         check()
     except PeerLost:
@@ -74,7 +75,7 @@ def _check(check: Check, reached: Callable[[], bool]) -> None:
 
 
 class PolledCounters(Counters):
-    """Raises UserError where other processes may see stores in another order than this one makes them."""
+    """Counters that are polled. Raises UserError on machines where other processes may see stores out of order."""
 
     kind = 1
 
@@ -108,7 +109,10 @@ class PolledCounters(Counters):
 
 
 class SleepingCounters(Counters):
-    """`spins` turns of a tight loop come before the sleep: worth it only where every process has a core."""
+    """Counters whose waiters sleep on a futex, after `spins` turns of a tight loop.
+
+    Spinning pays off only if every process has a core of its own.
+    """
 
     kind = 2
 

@@ -1,5 +1,5 @@
-"""Ranks whose devices have memory of their own and meet through MindSpore's communication, on one host or several.
+"""The device backend: separate device memory, and MindSpore's collectives on one or several hosts.
 
-`backend.py` is the same code on Ascend with HCCL and on CPU with MCCL, where tests run it; host_cpu.py and
-ascend.py are what the two differ in. Shared memory between ranks is in cpu/.
+`backend.py` is shared by Ascend with HCCL and by the CPU with MCCL, where tests run it; `ascend.py` and `host_cpu.py`
+hold the differences. The shared-memory backend is in cpu/.
 """

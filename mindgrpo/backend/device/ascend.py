@@ -1,7 +1,7 @@
-"""An Ascend NPU, with all that only one can prove: HCCL, the device's memory, its fused kernels and its profile.
+"""The backend of Ascend NPUs, with everything that cannot be tested on CPU: HCCL, device memory, kernels, profiler.
 
-Written from the documentation of MindSpore 2.9, whose calls 2.10 has unchanged, and not run on hardware: no such device
-was within reach. Whatever else an NPU runs is backend.py and its neighbours, which tests run on CPU.
+Written from the documentation of MindSpore 2.9 (the calls are unchanged in 2.10) and never run on hardware, since no
+NPU was available. All other code that NPUs run is in backend.py and its neighbours, which tests run on CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mindgrpo.backend.targets import VISIBLE_DEVICES
 
 
 class _Gather(nn.Cell):
-    """AllGather joins along the first dim, which x therefore gets first."""
+    """[...] -> [size, ...]: adds the first dim, along which AllGather concatenates."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Gather(nn.Cell):
 
 
 class _ScatterSum(nn.Cell):
-    """ReduceScatter cuts the first dim, the members', and keeps it."""
+    """[size, ...] -> [...]: removes the first dim, which ReduceScatter splits but keeps with size 1."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -65,18 +65,18 @@ class AscendBackend(DeviceBackend):
         compiled: bool = True,
         fused: AttentionDtype | None = None,
     ) -> None:
-        """Takes the dtype of fused attention as `fused`; None computes attention by MindSpore's other operations."""
+        """Sets the dtype of fused attention to `fused`; None uses plain MindSpore operations instead."""
         self.kernels = AscendKernels(attention_dtype=fused)
         super().__init__(environment, compiled)
 
     def _memory_bytes(self) -> int | None:
-        # 0 before the first operation, where no communication has opened the device. `hal` is announced to go, but
-        # MindSpore has nothing else for it, also in 2.10.
+        # Runs an operation to open the device, without which this is 0 unless collectives have been set up. `hal` is
+        # deprecated, but up to 2.10 MindSpore has no alternative.
         self.zeros((1,), "float32").asnumpy()
         return int(ms.hal.get_device_properties(0).total_memory) or None
 
     def take_device_peak(self) -> int | None:
-        # The peak starts anew at 0, and what is allocated already counts only once something else is.
+        # A reset sets the peak to 0, and existing allocations count again only after the next allocation.
         peak = max(ms.runtime.max_memory_allocated(), ms.runtime.memory_allocated())
         ms.runtime.reset_max_memory_allocated()
         return peak

@@ -1,6 +1,6 @@
-"""One rank on a device with memory of its own: the same code on Ascend with HCCL and on CPU with MCCL.
+"""The backend of one rank on a device with separate memory, shared by Ascend with HCCL and the CPU with MCCL.
 
-Parameters have memory of their own on the device, and a copy on the host while they are away.
+Each parameter has its own device memory; while it is offloaded, its values are in a host array.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mindgrpo.health.rank_health import RankHealth
 
 
 class DeviceGroup(Group):
-    """Several ranks; `name` is MindSpore's of the group."""
+    """A communication group of several ranks; `name` is MindSpore's name of it."""
 
     def __init__(self, ranks: tuple[int, ...], name: str, backend: DeviceBackend) -> None:
         self.ranks, self.index = ranks, ranks.index(backend.rank)
@@ -50,7 +50,7 @@ class DeviceGroup(Group):
         return self._backend.exchange_cell(self._name, self.index, self.size)
 
     def sum_array(self, array: np.ndarray) -> np.ndarray:
-        # By way of all members' arrays: in rank order, and in the dtype that they have.
+        # Gathers all arrays to add in rank order and in the array's own dtype.
         arrays = self.gather_objects(array)
         array[...] = arrays[0]
         for other in arrays[1:]:
@@ -73,7 +73,7 @@ class DeviceGroup(Group):
         for member, (rank, parcel) in enumerate(zip(self.ranks, parcels, strict=True)):
             size = sizes[member][self.index]
             if member != self.index and parcel.size:
-                # Transfers keep the bits of floats, and devices have no other type that all of them send.
+                # Transfers preserve the bits, and float32 is the one dtype that all devices can send.
                 words = np.pad(parcel, (0, -parcel.size % 4)).view(np.float32)
                 sends[rank] = [self._backend.copied(words, "float32")]
             if member != self.index and size:
@@ -90,7 +90,7 @@ class DeviceGroup(Group):
         self._sum(np.zeros(1, np.int32))
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
-        """Sums int32 over the group; every member has zeros where the others have theirs."""
+        """All-reduces (sums) int32 [...]. Used to gather: each element is non-zero on at most one member."""
         with waiting(self._health):
             total = Tensor(array)
             ops.communication.all_reduce(total, group=self._name)
@@ -114,7 +114,7 @@ class DeviceLink(Link):
 
 @contextmanager
 def waiting(health: RankHealth) -> Iterator[None]:
-    """Reports to this rank's health record that it waits for other ranks, from entry to exit."""
+    """Context manager that reports this rank as waiting for other ranks in its health record."""
     health.waits(time.monotonic())
     try:
         yield
@@ -123,7 +123,7 @@ def waiting(health: RankHealth) -> Iterator[None]:
 
 
 class DeviceGraph(Graph):
-    """Refuses to run on parameters whose memory was released: the device would compute with what is there now."""
+    """A graph that raises ReleasedMemory if its parameters are not on the device, instead of reading stale memory."""
 
     def __init__(
         self,
@@ -146,12 +146,12 @@ class DeviceGraph(Graph):
 
 
 class DeviceBackend(Backend):
-    """One kind of device is a subclass, which sets `kernels` first. Tensors are MindSpore's, in the device's memory."""
+    """Base of device backends; tensors are MindSpore's, in device memory. Subclasses set `kernels` before __init__."""
 
     shares_memory = False
     # MindSpore's name of its communication.
     communication: str
-    # The variable that lists, for other programs, which of the host's devices they see.
+    # The environment variable that limits which of the host's devices another program sees.
     devices_variable: str | None = None
 
     def __init__(self, environment: dict[str, str], compiled: bool = True) -> None:
@@ -161,37 +161,37 @@ class DeviceBackend(Backend):
         if self.world_size > 1:
             init(self.communication)
             self.rank, self.world_size = get_rank(), get_group_size()
-        # Not earlier: the device is opened by then.
+        # Only now has the device been opened.
         self.device_memory_bytes = self._memory_bytes()
         self._set_up(environment)
         self._environment = environment
         self._names: dict[tuple[int, ...], str] = {}
 
     def _open(self) -> None:
-        """Sets this process up, after MindSpore has the device and before anything is placed on it."""
+        """Configures this process, after the device was selected and before the first allocation on it."""
 
     def _memory_bytes(self) -> int | None:
-        """Returns the bytes of the device; None where it has no limit of its own."""
+        """Returns the capacity of the device in bytes; None if it has no limit of its own."""
         return None
 
     @abstractmethod
     def zeros(self, shape: Sequence[int], dtype: Dtype) -> Any:
-        """Allocates memory of the device."""
+        """Allocates a zero tensor in device memory."""
 
     @abstractmethod
     def copied(self, array: np.ndarray, dtype: Dtype) -> Any:
-        """Copies `array`, which is of `dtype`, to memory of the device, apart from the host's."""
+        """Copies `array` [...], which is of `dtype`, to device memory that does not alias it."""
 
     def give_up(self, parameter: Any) -> None:
-        """Gives back the memory of a parameter that is about to get another.
+        """Frees the device memory of a parameter whose data is about to be replaced.
 
-        Compiled graphs that used the parameter refer to the memory until they run again: it is taken from under them.
+        It has to be freed explicitly: compiled graphs that used the parameter hold references until they run again.
         """
-        # Of `data`, which is made anew: a Parameter keeps returning the storage that it returned first.
+        # Through `data`, a fresh tensor: Parameter.untyped_storage() keeps returning the first storage it returned.
         parameter.data.untyped_storage().resize_(0)
 
     def sum_cell(self, group: str) -> nn.Cell:
-        """Makes a cell for use inside graphs: the sum over the group; last bits may differ between members."""
+        """Makes an all-reduce (sum) cell for graphs, [...] -> [...]; last bits may differ between members."""
         return MindSporeSum(group)
 
     @abstractmethod
@@ -216,7 +216,7 @@ class DeviceBackend(Backend):
         return DeviceGroup(ranks, self._name_of(ranks), self)
 
     def _name_of(self, ranks: tuple[int, ...]) -> str:
-        """Returns MindSpore's name of the group of these ranks, which is made at the first call."""
+        """Returns MindSpore's name of the group of `ranks`, which is created at the first call."""
         if len(ranks) == self.world_size:
             return str(GlobalComm.WORLD_COMM_GROUP)
         if ranks not in self._names:
@@ -244,7 +244,7 @@ class DeviceBackend(Backend):
                 f"{ranks[-1]}, of several hosts, share a vLLM engine, which uses the devices of one; set it to "
                 f"{per_host} or less."
             )
-        # Those of this process, in whose order its host's ranks have them.
+        # Ranks of this host use the devices visible to this process, in this order.
         listed = self._environment.get(variable, "").split(",")
         visible = [word.strip() for word in listed if word.strip()]
         numbers = [rank % per_host for rank in ranks]
@@ -276,7 +276,7 @@ class _State(Enum):
 
 
 class _Flat:
-    """Implements contract.HostArrays over one array."""
+    """Implements contract.HostArrays on a flat array [size]."""
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -287,12 +287,12 @@ class _Flat:
 
 
 class DevicePool(Pool):
-    """Nothing is on the device until `load` or the first writing on the host."""
+    """A pool whose parameters have separate device memory, allocated by `load` or the first host write."""
 
     is_host_memory = False
 
     def __init__(self, size: int, backend: DeviceBackend, dtype: Dtype = "float32") -> None:
-        """Takes its `size` in elements."""
+        """Sets the pool's `size` in elements; allocates nothing yet."""
         self.num_bytes, self.dtype = size * ITEM_BYTES[dtype], dtype
         self._size = size
         self._backend = backend
@@ -372,14 +372,14 @@ class DevicePool(Pool):
             self._backend.host_device_bytes += values.nbytes
 
     def _give_up(self, state: _State) -> None:
-        # What was started may still use the memory.
+        # Operations in flight may still use the memory.
         self._backend.synchronize()
         for parameter, _, _ in self._parameters:
             self._replace(parameter, Tensor([np.nan], mindspore_dtype(self.dtype)))
         self._state = state
 
     def _replace(self, parameter: Parameter, tensor: Tensor) -> None:
-        """Gives the parameter the memory of `tensor` and its own back."""
+        """Makes the parameter use the memory of `tensor`, and frees its old memory."""
         if self._state is _State.DEVICE:
             self._backend.give_up(parameter)
         parameter.set_data(tensor, slice_shape=True)

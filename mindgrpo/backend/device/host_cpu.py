@@ -1,7 +1,7 @@
-"""The host's processors as a device: MCCL between ranks, and memory that is kept apart from the host's arrays.
+"""The CPU as a device, to test the code for NPUs: MCCL between ranks, and device memory kept apart from host arrays.
 
-What the code for NPUs is proved on. A transfer is a sum over two ranks, of which the receiver gives zeros: MCCL's only
-operation between two ranks, and one that returns on neither before both have called it.
+A point-to-point transfer is an all-reduce over two ranks in which the receiver contributes zeros: it is the only
+operation that MCCL has between two ranks, and it blocks until both have called it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class HostCpuBackend(DeviceBackend):
 
     def __init__(self, environment: dict[str, str], compiled: bool = True) -> None:
         self.kernels = Kernels()
-        # By address: what parameters lie in.
+        # The memory of tensors, by address.
         self._pages: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         super().__init__(environment, compiled)
 
     def _open(self) -> None:
         if self.world_size > 1:
-            # A rank without a second core to itself has no threads that spin between operations.
+            # A rank without a second core of its own gets no threads that spin between operations.
             threads = max(1, len(os.sched_getaffinity(0)) // self.world_size)
             ms.set_context(runtime_num_threads=threads - 1, inter_op_parallel_num=1)
 
     def zeros(self, shape: Sequence[int], dtype: Dtype) -> Tensor:
-        # Pages of their own go back to the system at once; those of MindSpore's allocator would not.
+        # Separate mappings can be returned to the system at once, unlike memory of MindSpore's allocator.
         count = int(np.prod(shape, dtype=np.int64))
         kind = numpy_dtype(dtype)
         size = max(1, kind.itemsize * count)
@@ -55,7 +55,7 @@ class HostCpuBackend(DeviceBackend):
         return Tensor.from_numpy(array)
 
     def give_up(self, parameter: Any) -> None:
-        # A graph that used the parameter keeps a hold on the memory until it runs again.
+        # Graphs that used the parameter hold a reference to its memory until they run again.
         pages = self._pages.pop(parameter.asnumpy().ctypes.data, None)
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
@@ -66,11 +66,11 @@ class HostCpuBackend(DeviceBackend):
         return tensor
 
     def synchronize(self) -> None:
-        # MindSpore's own call refuses CPU. Operations are done in order: the last one's result means all.
+        # MindSpore's synchronize rejects the CPU. Operations run in order, so waiting for a new one waits for all.
         mint.zeros((1,)).asnumpy()
 
     def sum_cell(self, group: str) -> nn.Cell:
-        # MCCL adds no numbers of two bytes.
+        # MCCL cannot add 16-bit floats.
         return SumInFloat32(MindSporeSum(group))
 
     def gather_cell(self, group: str, index: int, size: int) -> nn.Cell:
@@ -87,10 +87,10 @@ class HostCpuBackend(DeviceBackend):
     ) -> None:
         transfers = [(self.rank, peer) for peer in sends]
         transfers += [(peer, self.rank) for peer in receives]
-        # One order on all ranks: each transfer waits for both of its ends.
+        # The same order on all ranks avoids deadlocks: each transfer blocks both of its ends.
         for source, target in sorted(transfers, key=lambda ends: (min(ends), max(ends), ends)):
             group = self._name_of((min(source, target), max(source, target)))
-            # As integers: a sum with zero keeps every bit, of -0.0 and of NaN as well.
+            # As integers, since adding zero then preserves every bit, also of -0.0 and NaN.
             if source == self.rank:
                 outgoing = joined_bits(sends[target])
                 ops.communication.all_reduce(outgoing, group=group)
@@ -104,12 +104,12 @@ class HostCpuBackend(DeviceBackend):
 
 
 def joined_bits(tensors: Sequence[Any]) -> Any:
-    """Returns all elements as int32 [size]: MCCL sums no integers of two bytes."""
+    """Concatenates the bits of all tensors' elements as int32 [total size], since MCCL cannot sum 16-bit integers."""
     return mint.cat([device_bits(tensor).reshape(-1).astype(ms.int32) for tensor in tensors])
 
 
 def fill(tensors: Sequence[Any], bits: Any) -> None:
-    """Writes what `joined_bits` made of tensors of these shapes."""
+    """Writes `bits` int32 [total size], made by `joined_bits` from tensors of equal shapes, into `tensors`."""
     by_tensor = mint.split(bits, [tensor.size for tensor in tensors])
     for tensor, values in zip(tensors, by_tensor, strict=True):
         own = device_bits(tensor)

@@ -1,17 +1,16 @@
-"""The kernels' contract in fused operations of Ascend; what has none is computed by MindSpore's other operations.
+"""Kernels that use Ascend's fused operators; kernels without one fall back to plain MindSpore operations.
 
-Norms, rotary positions and SwiGLU keep the dtype of what they get. Fused attention (FlashAttention, arXiv:2205.14135)
-takes float16 and bfloat16 only, so that it is a choice: of float16, gradients below 6e-8 are zero, and values above
-65504 are infinite. Packed rows are one call with a mask, not runs of the TND layout: there, the kernel wants the runs'
-lengths on the host before every call, at most 1024 of them, and a shared prefix once for each run. The mask is exact
-for any spans and part of the graph; the price is that scores which it hides are computed. Rows of one sample need no
-mask of their size, and half of their scores are left out.
+Norms, rotary embeddings and SwiGLU keep the dtype of their input. Fused attention (FlashAttention, arXiv:2205.14135)
+supports float16 and bfloat16 only, and is therefore optional: in float16, gradients below 6e-8 underflow to zero, and
+values above 65504 overflow. Packed rows are attended in one call with a mask instead of the TND (variable-length)
+layout, which would need the lengths on the host before every call, at most 1024 runs, and a copy of the shared prefix
+for each run. The mask handles any spans and is part of the graph, at the cost of computing masked scores. Rows of one
+sample use the causal mode, which needs no mask of their size and skips half of the scores.
 
-All operations import on any machine; only a call on another device than an Ascend one is refused. That each has a
-kernel, and those of training a backward, is what the installed package says: `aclnn*` in
-lib/plugin/libmindspore_ops_ascend.so and the graphs that tests/test_ascend_calls.py compiles. Limits: the docstrings,
-and CANN's pages of the kernels. Letters as in mindspore_attention.py. `hidden` is bool, True where a token does not see
-another.
+All operators can be imported on any machine; only calls on other devices fail. Evidence that each has a kernel, and a
+backward if trained, is in the installed package: the `aclnn*` symbols of lib/plugin/libmindspore_ops_ascend.so and the
+graphs that tests/test_ascend_calls.py compiles. Limits are from docstrings and CANN's pages of the kernels. Dimensions
+as in mindspore_attention.py. `hidden` is a bool mask, True if a token does not attend to another.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from mindgrpo.backend.kernels.shapes import Activation, AdamWNumbers, Heads
 from mindgrpo.errors import UserError
 
 FusedOp = Callable[..., Any]
-# `sparse_mode`: all of the mask is used, and no score is left out because of its position; or a token sees itself and
-# those before it, and scores of the others are left out, for which the mask is a triangle of one fixed size.
+# Values of `sparse_mode`: apply the whole mask and skip no scores, or causal, which skips scores of later tokens and
+# takes a triangular mask of a fixed size.
 WHOLE_MASK, CAUSAL, TRIANGLE = 1, 2, 2048
-# `inner_precise`: log-probs of the generator are compared with the trainer's.
+# Value of `inner_precise`; precision matters, since the generator's log-probs are compared with the trainer's.
 HIGH_PRECISION = 0
-# `mode`: both halves of a head turn alike.
+# Value of `mode`: rotates the two halves of a head (not interleaved pairs).
 HALVES = 0
-# Of flash_attention_score and incre_flash_attention.
+# Limits of flash_attention_score and incre_flash_attention.
 DIM_STEP, MAX_DIM = 16, 512
 MAX_QUERIES, MAX_GROUP = 256, 64
 AttentionDtype = Literal["float16", "bfloat16"]
@@ -55,25 +54,25 @@ ATTENTION_DTYPES: dict[str, ms.Type] = {"float16": ms.float16, "bfloat16": ms.bf
 
 @dataclass(frozen=True)
 class AscendOps:
-    """Each is called as the installed function of that name is: positions, keywords and dtypes."""
+    """The fused MindSpore operators, replaceable by test doubles with the same arguments and dtypes."""
 
     flash_attention_score: FusedOp = ops.flash_attention_score
     incre_flash_attention: FusedOp = ops.incre_flash_attention
     rms_norm: FusedOp = ops.rms_norm
     add_rms_norm: FusedOp = ops.add_rms_norm
-    # Its docstring announces that it goes after 2.9, as rms_norm's does other arguments; 2.10 has both as before.
+    # Its docstring announces removal after 2.9, and rms_norm's new arguments; in 2.10 both are unchanged.
     rotary_position_embedding: FusedOp = ops.rotary_position_embedding
     swiglu: FusedOp = ops.swiglu
-    # An operation for TensorLists, which has a backward in one form alone.
+    # Takes lists of tensors, and has a backward for a single combination of arguments.
     grouped_matmul: FusedOp = ops.auto_generate.grouped_matmul
     addmm: FusedOp = mint.addmm
-    # As mint.optim.AdamW calls it.
+    # The operator that mint.optim.AdamW calls.
     adamw: FusedOp = ops.auto_generate.AdamW()
     norm: FusedOp = mint.norm
 
 
 def check_heads(heads: Heads) -> None:
-    """Raises UserError for heads that the fused attentions do not take."""
+    """Raises UserError for heads that fused attention does not support."""
     group = heads.queries // heads.kv
     for name, value, limit, is_valid in (
         (
@@ -105,12 +104,12 @@ class FusedRmsNorm(nn.Cell):
         self.norm, self.eps = norm, eps
 
     def construct(self, x: Any, weight: Any) -> Any:
-        # The second output is the reciprocal root, which only the backward wants.
+        # The second output is the reciprocal root, which only the backward needs.
         return self.norm(x, ops.cast(weight, x.dtype), self.eps)[0]
 
 
 class RopeAndHidden(RopeAndMask):
-    """-> hidden [R, 1, T, T]; angles [N, 1, 2 D]."""
+    """(positions [R, T], spans [R, T, 3]) -> hidden bool [R, 1, T, T], angles float32 [N, 1, 2 D]."""
 
     def construct(self, positions: Any, spans: Any) -> Any:
         hidden = ops.expand_dims(ops.logical_not(self.seen_in_rows(spans)), 1)
@@ -118,7 +117,10 @@ class RopeAndHidden(RopeAndMask):
 
 
 class ContextHidden(ContextMask):
-    """-> hidden [R, 1, L, T] of own tokens, over columns in the order of the ranks; their angles [n, 1, 2 D]."""
+    """(positions [R, T], spans [R, T, 3], columns [G, R, L]) -> hidden bool [R, 1, L, T], angles float32 [n, 1, 2 D].
+
+    Both are of this rank's tokens; the last dim of `hidden` concatenates the columns of all ranks.
+    """
 
     def construct(self, positions: Any, spans: Any, columns: Any) -> Any:
         seen, own_positions = self.own(positions, spans, columns)
@@ -126,7 +128,7 @@ class ContextHidden(ContextMask):
 
 
 class RopeOfOneRun(SeenTokens):
-    """-> hidden [TRIANGLE, TRIANGLE], whatever the length; angles [R, T, 2 D]."""
+    """(positions [R, T], spans) -> hidden bool [TRIANGLE, TRIANGLE] for any length, angles float32 [R, T, 2 D]."""
 
     def __init__(self, rotary: np.ndarray) -> None:
         super().__init__(rotary)
@@ -137,7 +139,7 @@ class RopeOfOneRun(SeenTokens):
 
 
 class _FusedAttention(HeadAttention):
-    """Adds fused norms and rotary positions, and values mixed by flash attention in a dtype of its own."""
+    """Mixin with fused norms, rotary embeddings and flash attention, which computes in `dtype`."""
 
     def fuse(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
         check_heads(heads)
@@ -148,7 +150,7 @@ class _FusedAttention(HeadAttention):
         self.sparse_mode = WHOLE_MASK
 
     def apply_rope(self, heads: Any, angles: Any) -> Any:
-        """Turns heads [N, heads, D] as the layout SBND with one sequence, so that the angles are its S11D."""
+        """Rotates heads [N, heads, D] by angles [N, 1, 2 D], as layout SBND with one sequence and angles S11D."""
         angles = ops.expand_dims(ops.cast(angles, heads.dtype), 1)
         return self.turned(heads, angles[:, :, :, : self.dim], angles[:, :, :, self.dim :])
 
@@ -157,9 +159,8 @@ class _FusedAttention(HeadAttention):
         return self.rotate(ops.expand_dims(heads, 1), cos, sin, HALVES).reshape(heads.shape)
 
     def mixed(self, queries: Any, keys: Any, values: Any, hidden: Any, rows: int) -> Any:
-        """Mixes values: `keys` and `values` [N, kv, D], hidden [R, 1, T, T] or [T, T] -> mixed [N, queries D]
-
-        Of some queries alone, n of them, hidden is [R, 1, L, T] and mixed [n, queries D].
+        """Attends: queries [n, queries, D], keys and values [N, kv, D], hidden [R, 1, L, T] or [T, T] ->
+        [n, queries D]. With context parallelism, n is less than N.
         """
         mixed = self.attend(
             ops.cast(queries.reshape(rows, -1, self.queries * self.dim), self.dtype),
@@ -181,7 +182,7 @@ class FlashPackedAttention(_FusedAttention, PlainPackedAttention):
 
 
 class FlashContextAttention(_FusedAttention, PlainContextAttention):
-    """Takes fewer queries than keys; never run on an NPU. The mask is bytes: T^2 / G of a row."""
+    """Attends with fewer queries than keys; never run on an NPU. The mask takes T^2 / G bytes per row."""
 
     def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type, gather: nn.Cell) -> None:
         PlainContextAttention.__init__(self, heads, gather)
@@ -189,7 +190,7 @@ class FlashContextAttention(_FusedAttention, PlainContextAttention):
 
 
 class FlashCausalAttention(FlashPackedAttention):
-    """Attends in rows of one run each, as RopeOfOneRun has their hidden scores and angles."""
+    """Causal attention in rows of a single run each; takes hidden and angles from RopeOfOneRun."""
 
     def __init__(self, heads: Heads, fused: AscendOps, dtype: ms.Type) -> None:
         super().__init__(heads, fused, dtype)
@@ -204,7 +205,7 @@ class FlashCausalAttention(FlashPackedAttention):
 
 
 class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
-    """`keys` and `values` may be float32, or the attention's dtype, which spares a copy of them at every token."""
+    """Prefill attention. A KV cache in the attention's dtype instead of float32 saves a cast at every decoded token."""
 
     def __init__(
         self, heads: Heads, fused: AscendOps, dtype: ms.Type, keys: Any, values: Any
@@ -213,13 +214,17 @@ class FlashPrefillAttention(_FusedAttention, PlainPrefillAttention):
         self.fuse(heads, fused, dtype)
 
     def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
-        # [T, T] serves all rows; [1, 1, T, T] is not among the documented shapes.
+        # One mask [T, T] applies to all rows; [1, 1, T, T] is not among the documented shapes.
         hidden = (mask < 0.0).reshape(mask.shape[2:])
         return super().mixed(queries, keys, values, hidden, rows)
 
 
 class _AnglesOfHeads(nn.Cell):
-    """Angles [B, 1, 2 D] -> cos and sin [B, 1, 1, D], or [B, 1, heads, D] for heads that turn together with values."""
+    """Angles [B, 1, 2 D] -> cos and sin [B, 1, 1, D].
+
+    Without query and key norms, they are [B, 1, heads, D] for queries, keys and values together, with the identity
+    rotation for values.
+    """
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
@@ -237,9 +242,11 @@ class _AnglesOfHeads(nn.Cell):
 
 
 class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
-    """Reads caches as FlashPrefillAttention fills them, in pages of a multiple of 16 positions up to 512; 128 is
-    recommended. Pages that several slots have make them fewer than slots read together, against CANN's page of the
-    kernel: a case of the doctor's tells.
+    """Decode attention on the paged KV cache that FlashPrefillAttention fills.
+
+    The page size is a multiple of 16 positions up to 512; 128 is recommended. With shared pages, the cache has fewer
+    pages than the slots read in total, which CANN's page of the kernel does not allow: a check of the doctor tells
+    whether it works.
     """
 
     def __init__(
@@ -251,7 +258,7 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
         self.widths = [self.queries, self.kv, self.kv]
 
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
-        """Turns all heads at once, so that one operation splits them; `angles` are those of _AnglesOfHeads."""
+        """Like HeadAttention.heads_of, with `angles` of _AnglesOfHeads: without norms, one rotation for all heads."""
         if self.has_bias:
             qkv = qkv + ops.cast(bias, qkv.dtype)
         heads = qkv.reshape(-1, sum(self.widths), self.dim)
@@ -263,7 +270,7 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any, pages: Any) -> Any:
         rows, length = mask.shape[0], mask.shape[2]
-        # Each head of a slot is a sample of its own with one head of keys, in blocks [block, 1, position, D].
+        # Each KV head of a slot is a separate sequence with a single KV head; cache blocks are [block, 1, position, D].
         block = length // pages.shape[1]
         shape = (-1, 1, block, self.dim)
         mixed = self.decode(
@@ -271,7 +278,7 @@ class FlashCachedAttention(_FusedAttention, PlainCachedAttention):
             (ops.cast(keys.reshape(shape), self.dtype),),
             (ops.cast(values.reshape(shape), self.dtype),),
             attn_mask=mask < 0.0,
-            # Not the samples' own lengths, which the host would have to know before it launches the kernel.
+            # The real lengths would have to be known on the host before it launches the kernel.
             actual_seq_lengths=(length,) * rows,
             block_table=pages,
             num_heads=self.group,
@@ -304,7 +311,10 @@ class _FusedSwiGlu(nn.Cell):
 
 
 class _GroupedMatMul(nn.Cell):
-    """Products by expert in one kernel; the last expert gets the rows behind all, which are zeros."""
+    """Grouped GEMM in one kernel: (x [S, K], weight [E, K, M], counts [E]) -> [S, M].
+
+    The zero rows after those of all experts are given to the last expert.
+    """
 
     def __init__(self, grouped_matmul: FusedOp) -> None:
         super().__init__()
@@ -337,7 +347,7 @@ class _AddMatMul(nn.Cell):
 
 
 class _Largest(nn.Cell):
-    """By aclnn's kernel; ops.topk is another operation, which the package registers for the AI CPU alone."""
+    """x [B, V] -> top-k by mint.topk, an aclnn kernel; ops.topk is only registered for the AI CPU."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -357,7 +367,7 @@ class _AdamW(nn.Cell):
     def construct(
         self, weight: Any, gradient: Any, first: Any, second: Any, lr: Any, before: Any
     ) -> Any:
-        # The third moment is of AMSGrad, which is off.
+        # The third moment is AMSGrad's, which is off.
         return self.adamw(weight, first, second, second, gradient, before, lr, *self.numbers)
 
 
@@ -372,7 +382,7 @@ class _Squares(nn.Cell):
 
 
 class AscendKernels(Kernels):
-    """`attention_dtype` is what attention computes in, None for plain attention in float32; `ops` is for tests."""
+    """Fused kernels. `attention_dtype` None falls back to plain float32 attention; `ops` is replaced in tests."""
 
     def __init__(
         self, ops: AscendOps | None = None, attention_dtype: AttentionDtype | None = None
@@ -454,7 +464,7 @@ class AscendKernels(Kernels):
         return _AdamW(self._ops.adamw, beta1, beta2, eps, weight_decay)
 
     def adamw_inputs(self, numbers: AdamWNumbers) -> Sequence[Any]:
-        # aclnnApplyAdamWV2 counts the steps before this one.
+        # aclnnApplyAdamWV2 takes the number of steps before this one.
         return ms.mutable(float(numbers.lr)), Tensor([numbers.count - 1], ms.float32)
 
     def squares(self) -> nn.Cell:

@@ -1,7 +1,8 @@
-"""Attention in MindSpore's own operations: masks of spans, rotary positions, and cells of the kernels' contract.
+"""The reference attention kernels in plain MindSpore operations, with masks made from spans and rotary embeddings.
 
-N tokens, D head dim, R rows of T tokens; other letters as in contract.Kernels. A mask is 0.0 where a token sees another
-and NEVER elsewhere; angles hold the cosines of a token's rotary positions, then their sines (arXiv:2104.09864).
+Dimensions: N tokens in R rows of T; a context-parallel rank has n of them, L per row; D head dim; others as in
+contract.Kernels. Masks are 0.0 if a token attends to another, else NEVER. Angles hold the cosines of a token's rotary
+embedding, then its sines (arXiv:2104.09864).
 """
 
 from __future__ import annotations
@@ -18,30 +19,33 @@ from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 
 class SeenTokens(nn.Cell):
-    """Base of what makes masks of spans, and angles of positions."""
+    """Base class of cells that make masks from spans, and angles from positions; `rotary` float32 [positions, 2 D]."""
 
     def __init__(self, rotary: np.ndarray) -> None:
         super().__init__()
         self.rotary = Tensor(rotary)
-        # A constant, longer than any row: asking for it in the graph costs half a second of compiling.
+        # A constant that is longer than any row; a range in the graph would take half a second to compile.
         self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
         self.slice = ops.StridedSlice()
 
     def seen(self, spans: Any, row: Any, column: Any) -> Any:
-        """Returns bool [R, L, T]: whether tokens in columns `row`, which have these spans, see those in `column`."""
+        """Returns bool [R, L, T]: whether the tokens in columns `row`, with spans [R, L, 3], attend to `column`.
+
+        `row` int32 [R or 1, L, 1] and `column` int32 [R or 1, 1, T] are column numbers.
+        """
         prefix, count, start = [self.column(spans, i) for i in range(3)]
         shared = ops.logical_and(column >= prefix, column < prefix + count)
         own = ops.logical_and(column >= start, column <= row)
         return ops.logical_or(shared, own)
 
     def column(self, spans: Any, index: int) -> Any:
-        """Returns one of the three numbers of each span, [R, L, 1]."""
-        # Not by Split: NPUs leave that of int32 to their AI CPU.
+        """Returns number `index` of each of the spans [R, L, 3], as [R, L, 1]."""
+        # Not with Split, which NPUs run on their AI CPU for int32.
         rows, length, _ = spans.shape
         return self.slice(spans, (0, 0, index), (rows, length, index + 1), (1, 1, 1))
 
     def first(self, count: int) -> Any:
-        """Returns the numbers below `count`."""
+        """Returns the numbers below `count`, int32 [count]."""
         return self.slice(self.order, (0,), (count,), (1,))
 
     def mask(self, seen: Any) -> Any:
@@ -52,20 +56,23 @@ class SeenTokens(nn.Cell):
 
 
 class RopeAndMask(SeenTokens):
-    """-> mask [R, 1, T, T]; angles [N, 1, 2 D]."""
+    """(positions [R, T], spans [R, T, 3]) -> mask float32 [R, 1, T, T], angles float32 [N, 1, 2 D]."""
 
     def construct(self, positions: Any, spans: Any) -> Any:
         return self.mask(self.seen_in_rows(spans)), self.angles(positions)
 
     def seen_in_rows(self, spans: Any) -> Any:
-        """Returns bool [R, T, T]: whether a token, the second dim, sees another, the third."""
+        """Returns bool [R, T, T]: whether a token (dim 1) attends to another (dim 2)."""
         length = spans.shape[1]
         order = self.first(length)
         return self.seen(spans, order.reshape(1, length, 1), order.reshape(1, 1, length))
 
 
 class ContextMask(SeenTokens):
-    """-> mask [R, 1, L, T] of own tokens, over columns in the order of the ranks; their angles [n, 1, 2 D]."""
+    """(positions [R, T], spans [R, T, 3], columns [G, R, L]) -> mask float32 [R, 1, L, T], angles float32 [n, 1, 2 D].
+
+    Both are of this rank's tokens; the last dim of the mask concatenates the columns of all ranks.
+    """
 
     def __init__(self, rotary: np.ndarray, index: int) -> None:
         super().__init__(rotary)
@@ -76,7 +83,7 @@ class ContextMask(SeenTokens):
         return self.mask(seen), self.angles(own_positions)
 
     def own(self, positions: Any, spans: Any, columns: Any) -> Any:
-        """Returns bool [R, L, T], as `seen`, and the own tokens' positions [n]."""
+        """Returns bool [R, L, T], as `seen` does, and the positions [n] of this rank's tokens."""
         rows, length = positions.shape
         own = columns[self.index]
         places = (own + self.first(rows).reshape(-1, 1) * length).reshape(-1)
@@ -87,12 +94,12 @@ class ContextMask(SeenTokens):
 
 
 class HeadAttention(nn.Cell):
-    """Base of the three: splits a projection into heads, and mixes values of rows of the full length."""
+    """Base class of attention cells: splits the fused projection into heads, and attends in padded rows."""
 
     def __init__(self, heads: Heads) -> None:
         super().__init__()
         self.kv, self.dim, self.queries = heads.kv, heads.dim, heads.queries
-        # Queries that share a head of keys.
+        # Query heads per key-value head.
         self.group = heads.queries // heads.kv
         self.has_bias, self.has_norm = heads.has_bias, heads.norm_eps is not None
         self.norm = RmsNorm(heads.norm_eps or 0.0)
@@ -105,7 +112,10 @@ class HeadAttention(nn.Cell):
         self.softmax = ops.Softmax()
 
     def heads_of(self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, angles: Any) -> Any:
-        """Returns queries [N, queries, D] and keys [N, kv, D], both with their positions, and values [N, kv, D]."""
+        """Splits `qkv` [N, heads.width]; `angles` float32 [N, 1, 2 D].
+
+        Returns queries [N, queries, D] and keys [N, kv, D], normalized and rotated, and values [N, kv, D].
+        """
         if self.has_bias:
             qkv = qkv + ops.cast(bias, qkv.dtype)
         heads = qkv.reshape(-1, self.queries + 2 * self.kv, self.dim)
@@ -127,7 +137,10 @@ class HeadAttention(nn.Cell):
         return heads.reshape(rows, length, self.kv, self.dim).transpose(0, 2, 1, 3)
 
     def mixed(self, queries: Any, keys: Any, values: Any, mask: Any, rows: int) -> Any:
-        """Mixes values: `keys` and `values` [N, kv, D] -> mixed [n, queries D], of n queries, N or some of them."""
+        """Attends: queries [n, queries, D], keys and values [N, kv, D], mask [rows, 1, n / rows, T] -> [n, queries D].
+
+        With context parallelism, n is less than N.
+        """
         count, length = mask.shape[2], mask.shape[3]
         keys, values = self.by_head(keys, rows, length), self.by_head(values, rows, length)
         queries = queries.reshape(rows, count, self.kv, self.group, self.dim)
@@ -154,7 +167,7 @@ class PlainPackedAttention(HeadAttention):
 
 
 class PlainContextAttention(HeadAttention):
-    """Gathers keys, with their positions, and values; their order within a row is that of the ranks."""
+    """All-gathers rotated keys and values; in each row, they are ordered by rank."""
 
     def __init__(self, heads: Heads, gather: nn.Cell) -> None:
         super().__init__(heads)
@@ -179,7 +192,7 @@ class PlainPrefillAttention(HeadAttention):
         self.cached_keys, self.cached_values = keys, values
 
     def cache_rows_of(self, heads: Any, source: Any) -> Any:
-        """Returns rows `source` of `heads` [N, kv, D] as rows of the cache, in its dtype."""
+        """Returns rows `source` int32 [C] of `heads` [N, kv, D], as [C, D] in the dtype of the KV cache."""
         copies = ops.gather(heads.reshape(-1, self.dim), source, 0)
         return ops.cast(copies, self.cached_keys.dtype)
 
@@ -226,7 +239,8 @@ class PlainCachedAttention(HeadAttention):
         return self.mixed_with_cache(queries, keys, values, mask, pages)
 
     def mixed_with_cache(self, queries: Any, keys: Any, values: Any, mask: Any, pages: Any) -> Any:
-        """Mixes values: `queries` [B, queries, D] against pages of the cache [rows, D] -> mixed [B, queries D]"""
+        """Attends: queries [B, queries, D], KV cache [rows, D], mask [B kv, 1, S], pages int32 [B kv, S / P] ->
+        [B, queries D]."""
         rows, length = mask.shape[0], mask.shape[2]
         page = length // pages.shape[1] * self.dim
         keys = ops.gather(keys.reshape(-1, page), pages, 0).reshape(rows, length, self.dim)

@@ -1,7 +1,7 @@
-"""A mixture of experts in MindSpore's own operations: the cells of the kernels' contract.
+"""The reference mixture-of-experts kernels, in plain MindSpore operations.
 
-Letters as in contract.Kernels. All experts compute all rows, and a mask takes those of each: what it defines is any
-number of rows an expert, in static shapes.
+Shapes are in contract.Kernels. Every expert computes all rows, and a mask selects its own, so that any number of rows
+per expert works with static shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindgrpo.backend.kernels.shapes import NEVER, Activation, Routing
 
 
 class _Probabilities(nn.Cell):
-    """(x [N, H], weight [H, E]) -> every expert's score float32 [N, E], before any is chosen."""
+    """(x [N, H], weight [H, E]) -> the scores of all experts, float32 [N, E]."""
 
     def __init__(self, routing: Routing) -> None:
         super().__init__()
@@ -41,14 +41,17 @@ class PlainRouter(nn.Cell):
         every = self.probabilities(x, weight)
         scores = ops.gather_elements(every, 1, ops.maximum(topk_ids, 0)) * is_sent
         if self.renormalise:
-            # A token without experts has a sum of 1.
+            # Divides by 1 for tokens without experts.
             _, any_sent = self.max(is_sent)
             scores = scores / (self.sum(scores, (1,), True, None) + (1.0 - any_sent))
         return scores * self.scaling
 
 
 class PlainChooseExperts(nn.Cell):
-    """Not by TopK: which of equal scores it takes differs between devices."""
+    """(x [N, H], weight [H, E], bias [E]) -> (topk_ids int32 [N, K], margins float32 [N]).
+
+    Does not use TopK, which breaks ties differently on different devices.
+    """
 
     def __init__(self, routing: Routing) -> None:
         super().__init__()
@@ -77,7 +80,10 @@ class PlainChooseExperts(nn.Cell):
         return self.slice(self.ids, (0, 0), (1, count), (1, 1))
 
     def largest(self, scores: Any) -> Any:
-        """Returns the first of each row's largest [N, 1], its value, and the scores without it."""
+        """Finds the largest of float32 scores [N, E], the first of equal ones.
+
+        Returns its column float32 [N, 1], its value [N, 1], and the scores with it masked out [N, E].
+        """
         ids = scores * 0.0 + self.first_ids(scores.shape[1])
         _, value = self.max(scores)
         behind = ids * 0.0 + float(scores.shape[1])
@@ -85,7 +91,7 @@ class PlainChooseExperts(nn.Cell):
         return first, value, self.choose(ops.equal(ids, first), ids * 0.0 + 2.0 * NEVER, scores)
 
     def of_best_groups(self, scores: Any) -> Any:
-        """Returns `scores`, NEVER in groups that are not taken."""
+        """Returns `scores` [N, E], with NEVER in groups that are not eligible."""
         by_group = scores.reshape(-1, scores.shape[1] // self.groups)
         _, best, others = self.largest(by_group)
         _, second, _ = self.largest(others)
@@ -103,7 +109,7 @@ class PlainChooseExperts(nn.Cell):
 
 
 class PlainSortSlots(nn.Cell):
-    """Counts in float32, which has all whole numbers up to 2^24."""
+    """topk_ids int32 [N, K] -> (order [N K], counts [E], home [N, K]); counts in float32, exact up to 2^24."""
 
     def __init__(self, routing: Routing) -> None:
         super().__init__()
@@ -118,7 +124,7 @@ class PlainSortSlots(nn.Cell):
         rows = ops.cast((is_own * (before + starts)).sum(1), ms.int32)
         is_sent = ops.cast(slots.reshape(-1) >= 0, ms.int32)
         home = (rows + 1) * is_sent - 1
-        # Slots without a row all go to one behind the last.
+        # Slots without a row all write to an extra row at the end, which is cut off.
         count = home.shape[0]
         at = ops.expand_dims(rows * is_sent + count * (1 - is_sent), 1)
         numbers = ops.cumsum(is_sent * 0 + 1, 0)
@@ -127,7 +133,7 @@ class PlainSortSlots(nn.Cell):
 
 
 class _Rows(nn.Cell):
-    """(x [N, H], rows int32 [M]) -> [M, H], zeros for a row of -1; in operations, as bprops call it."""
+    """(x [N, H], rows int32 [M]) -> [M, H], zeros for -1; calls operators only, since it is used in bprops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +146,7 @@ class _Rows(nn.Cell):
 
 
 class _SumOfSlots(nn.Cell):
-    """(y [S, H], scores float32 [N, K], home [N, K]) -> float32 [N, H]: each slot's row times its score, in order."""
+    """(y [S, H], scores float32 [N, K], home [N, K]) -> float32 [N, H], the sum of each token's rows times scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,12 +182,12 @@ class PlainTakeRows(nn.Cell):
 
 
 def token_of(order: Any, slots: int) -> Any:
-    """Returns the token of each row, below 0 where it has none."""
+    """Returns the token of each row int32 [S], negative for rows without one; `order` int32 [S] holds their slots."""
     return ops.floor_div(order, slots)
 
 
 def _by_expert(x: Any, counts: Any) -> Any:
-    """Returns [S, E] in the dtype of x, 1 where a row is an expert's, and 0."""
+    """Returns a mask [S, E] in the dtype of x [S, H]: 1 if the row belongs to the expert, else 0."""
     numbers = ops.expand_dims(ops.cumsum(ops.cast(ops.ones_like(x[:, 0]), ms.float32), 0), 1)
     ends = ops.expand_dims(ops.cumsum(ops.cast(counts, ms.float32), 0), 0)
     starts = ends - ops.expand_dims(ops.cast(counts, ms.float32), 0)
@@ -189,7 +195,7 @@ def _by_expert(x: Any, counts: Any) -> Any:
 
 
 class _Column(nn.Cell):
-    """(x [M, E], e) -> its column e, [M, 1]."""
+    """(x [M, E], e) -> column e, [M, 1]."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The cells of the kernels' contract in MindSpore's own operations.
+"""The reference kernels in plain MindSpore operations, except attention (mindspore_attention.py) and experts.
 
-Those of attention are in mindspore_attention.py; letters as in contract.Kernels. Log-probs straight from the head's
-input are computed a chunk of rows at a time: no [rows, vocabulary] tensor is of all rows.
+Shapes of each cell are in contract.Kernels. Log-probs from hidden states are computed in chunks of rows, so that the
+logits of all rows never exist at a time.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from mindspore.ops.auto_generate import SumExt
 
 from mindgrpo.backend.kernels.shapes import NEVER, Activation, AdamWNumbers, Vocabulary
 
-# Elements of an array that the host works on at once.
+# Elements of an array that the host updates at a time.
 PIECE = 1 << 18
-# Rows, a power of two, that tokens of other shards are spread over.
+# Tokens of other vocabulary shards are spread over this many rows, a power of two.
 SPREAD = 256
 SLOPE = 2.0 * (2.0 / np.pi) ** 0.5
 
 
 def right_shift(x: Any, shift: int) -> Any:
-    """Returns int32 x >> shift, 8 or more, with zeros from above; by float32, which holds the 24 bits that stay.
+    """Returns the logical right shift of int32 x [...] by 8 bits or more, computed in float32.
 
-    NPUs have no vectors for shifts to the right: their AI CPU would compute them.
+    float32 represents the remaining 24 bits exactly. NPUs have no vector instruction for right shifts, and would run
+    them on the slow AI CPU.
     """
     upper = ops.cast(ops.bitwise_and(x, -(1 << shift)), ms.float32) * 2.0**-shift
     return ops.bitwise_and(ops.cast(upper, ms.int32), (1 << (32 - shift)) - 1)
@@ -87,8 +88,10 @@ class Glu(nn.Cell):
 
 
 class PlainEmbedding(nn.Cell):
-    """A token of another shard takes a row as well, times zero: one of many, as thousands that add to one row in the
-    gradient would wait for each other.
+    """(tokens int32 [N], table [V, H]) -> [N, H]. Tokens of other shards read some row, times zero.
+
+    They are spread over SPREAD rows, since thousands of tokens that add to a single row of the gradient would
+    serialize.
     """
 
     def __init__(self, first_token: int) -> None:
@@ -101,7 +104,7 @@ class PlainEmbedding(nn.Cell):
         return ops.gather(table, rows, 0) * ops.expand_dims(ops.cast(mine, table.dtype), 1)
 
     def rows_of(self, tokens: Any, count: int) -> Any:
-        """Returns each token's row of `count`, and whether it is the token's own."""
+        """Returns the row of each token, int32 [N] below `count`, and bool [N], whether the token is in this shard."""
         local = tokens - self.first
         mine = ops.logical_and(local >= 0, local < count)
         # Not ops.clamp or ops.where, which have no graph in a bprop.
@@ -110,7 +113,7 @@ class PlainEmbedding(nn.Cell):
 
 
 class ExactEmbedding(PlainEmbedding):
-    """As PlainEmbedding, but the table's gradient, a sum over tokens, is float32 whatever the table is."""
+    """Like PlainEmbedding, but sums the gradient of the table in float32 [V, H], whatever the table's dtype."""
 
     def bprop(self, tokens: Any, table: Any, out: Any, dout: Any) -> Any:
         rows, mine = self.rows_of(tokens, table.shape[0])
@@ -119,7 +122,7 @@ class ExactEmbedding(PlainEmbedding):
 
 
 class Pick(nn.Cell):
-    """Gathers from a float32 copy: the gradient is a sum in the dtype of what is gathered from."""
+    """(picks int32 [M], x [N, H]) -> [M, H], from a float32 copy of x, so that its gradient is summed in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +140,7 @@ class _Vocabulary(nn.Cell):
         columns = np.arange(width)
         self.padded = vocabulary.real < width
         self.bias = Tensor(np.where(columns < vocabulary.real, 0.0, NEVER).astype(np.float32)[None])
-        # Padding must not look like the next rank's tokens.
+        # Ids of padding columns must not equal the next rank's tokens.
         ids = np.where(columns < vocabulary.real, columns + vocabulary.first, -1)
         self.ids = Tensor(ids.astype(np.int32)[None])
         self.max, self.sum = ops.ArgMaxWithValue(1, True), SumExt()
@@ -165,9 +168,10 @@ class LogProbStats(_Vocabulary):
 
 
 class LogProbsOfStats(nn.Cell):
-    """In operations themselves: a tensor's methods and indices are Python, which the compiler reads anew in each graph.
+    """Statistics float32 [M, 4 L] -> (log-prob, entropy, log-sum-exp), float32 [M] each.
 
-    That took a quarter of a last stage's forward pass.
+    Calls operators instead of tensor methods and indexing: MindSpore parses their Python code again in every graph,
+    which took a quarter of the last stage's forward pass.
     """
 
     def __init__(self) -> None:
@@ -222,7 +226,7 @@ def adamw(
     second: np.ndarray,
     numbers: AdamWNumbers,
 ) -> None:
-    """Implements Kernels.adamw a piece at a time, so that temporary arrays stay small."""
+    """Implements Kernels.adamw on float32 [n] arrays in chunks of PIECE, so that temporary arrays stay small."""
     n = numbers
     for start in range(0, weight.size, PIECE):
         piece = slice(start, start + PIECE)
@@ -239,7 +243,7 @@ def adamw(
 
 
 class AdamWUpdate(nn.Cell):
-    """Adam's kernel adds eps to sqrt(v) before the bias correction, so eps arrives already corrected."""
+    """An AdamW step with ops.Adam, which adds eps before the bias correction, so that eps has to be corrected first."""
 
     def __init__(self, beta1: float, beta2: float, weight_decay: float) -> None:
         super().__init__()
@@ -266,7 +270,7 @@ class AdamWUpdate(nn.Cell):
 
 
 def adamw_inputs(numbers: AdamWNumbers) -> list[Any]:
-    """Returns the learning rate, both powers of the betas, the corrected eps, and what decay leaves of a weight."""
+    """Returns scalars, float32 []: learning rate, beta1^count, beta2^count, corrected eps, 1 - lr * weight_decay."""
     power1, power2 = numbers.beta1**numbers.count, numbers.beta2**numbers.count
     eps = numbers.eps * float(np.sqrt(1.0 - power2))
     kept = 1.0 - numbers.lr * numbers.weight_decay
@@ -283,7 +287,7 @@ class Squares(nn.Cell):
 
 
 class LinearLogProbStats(nn.Cell):
-    """(x [M, H], table [V, H], labels [M]) -> stats [M, 4], by `kernels`' own products and stats of `rows` rows."""
+    """(x [M, H], table [V, H], labels int32 [M]) -> statistics float32 [M, 4 leaves], in chunks of `rows` rows."""
 
     def __init__(self, kernels: Any, vocabulary: Vocabulary, rows: int) -> None:
         super().__init__()
@@ -296,7 +300,7 @@ class LinearLogProbStats(nn.Cell):
         before = labels
         for start in range(0, x.shape[0], self.rows):
             stop = start + self.rows
-            # One chunk after the other, or the logits of all would be made at once.
+            # Forces the chunks to run one after the other, or the logits of all could exist at a time.
             logits = self.logits(ops.depend(x[start:stop], before), table)
             before = self.stats(logits, labels[start:stop])
             chunks.append(before)
@@ -304,9 +308,9 @@ class LinearLogProbStats(nn.Cell):
 
 
 class LinearLogProbGrad(nn.Cell):
-    """(x, table, labels, log-sum-exp, entropy, dlogp, dentropy) -> (dx, dtable); the logits are made again.
+    """(x [M, H], table [V, H], labels [M], log-sum-exp, entropy, dlogp, dentropy, all [M]) -> (dx, dtable).
 
-    A table that is not trained has dtable [1].
+    Recomputes the logits, `rows` rows at a time. dtable is float32 [V, H], or [1] unless the table `is_trained`.
     """
 
     def __init__(self, kernels: Any, vocabulary: Vocabulary, rows: int, is_trained: bool) -> None:
@@ -322,7 +326,7 @@ class LinearLogProbGrad(nn.Cell):
         self, x: Any, table: Any, labels: Any, totals: Any, entropy: Any, dlogp: Any, dentropy: Any
     ) -> Any:
         rows, numbers = self.rows, (totals, entropy, dlogp, dentropy)
-        # Not before its gradient is there: what is made again is not to be kept from the forward pass on.
+        # Waits for the gradient: otherwise the logits could be recomputed early and kept since the forward pass.
         own = ops.depend(x[:rows], dlogp)
         dx, dtable = self.of_chunk(own, table, labels[:rows], [n[:rows] for n in numbers])
         chunks = [dx]

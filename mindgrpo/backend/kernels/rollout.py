@@ -1,6 +1,6 @@
-"""The values that the generator and kernels hand to each other where samples are decoded in slots, without a graph.
+"""Data structures shared by the generator and the kernels that decode samples in slots, without a graph.
 
-native/rollout.py keeps the slots; rollout/embedded/slots.py brings them work.
+native/rollout.py implements the slots; rollout/embedded/slots.py schedules samples on them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mindgrpo.backend.kernels.shapes import Heads, Routing, Vocabulary
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """This rank's experts, `count` from number `first` on, each `inner` wide, and the layers that have experts.
+    """This rank's shard of the experts: `count` experts from number `first` on, each with MLP size `inner`.
 
-    `group` is what kernels know the ranks by that have the others (Group.kernel_id). All tokens pass an expert that is
-    `shared_inner` wide, which every rank has; 0 where there is none.
+    `layers` are the mixture-of-experts layers. `group` is the kernel_id of the expert-parallel group (Group.kernel_id).
+    `shared_inner` is the MLP size of the shared expert, which every rank holds; 0 without one.
     """
 
     routing: Routing
@@ -35,9 +35,9 @@ class LocalExperts:
 
 @dataclass(frozen=True)
 class LocalLatents:
-    """The latents of attention, as decoder_config.LatentConfig has them; `query_rank` is 0 where queries have none.
+    """Multi-head latent attention, like decoder_config.LatentConfig; `query_rank` is 0 if queries are not compressed.
 
-    The heads of a model with these are its queries' and one of keys, `rank` + `rope_dim` wide.
+    With latent attention, `Heads` describes the query heads and a single key head of width `rank` + `rope_dim`.
     """
 
     rank: int
@@ -52,16 +52,16 @@ class LocalLatents:
         return queries * (self.nope_dim + self.rope_dim)
 
     def down_width(self, queries: int) -> int:
-        """Returns the width of what the first product makes."""
+        """Returns the output width of the down-projection, which makes queries or their latents, and those of keys."""
         return (self.query_rank or self.query_width(queries)) + self.rank + self.rope_dim
 
 
 @dataclass(frozen=True)
 class LocalModelShape:
-    """This rank's share of a model: `tp_size` ranks split heads, inner width and vocabulary; this one is `tp_rank`.
+    """The shapes of this rank's tensor-parallel shard of a model: heads, MLP size and vocabulary are split by tp_size.
 
-    `group` is what kernels know these ranks by (Group.kernel_id). Products whose sums go over ranks are summed in
-    `leaves`, as in Kernels.matmul. `inner` is the width of layers without experts, 0 where all have them.
+    `group` is the kernel_id of the tensor-parallel group (Group.kernel_id). Row-parallel GEMMs are summed in `leaves`,
+    as in Kernels.matmul. `inner` is the MLP size of dense layers, 0 if all layers have experts.
     """
 
     layers: int
@@ -82,8 +82,9 @@ class LocalModelShape:
         return self.experts.layers if self.experts else ()
 
     def matrices_of(self, layer: int) -> list[tuple[int, int, int]]:
-        """[in, out] and leaves of a layer's qkv, out, gate and up together, and down: the last two of each expert and
-        of the shared one. Then what makes queries of latents."""
+        """Returns (in, out, leaves) of a layer's matrices: qkv, out, gate_up, down, and the up-projection of query
+        latents, if any. In a mixture-of-experts layer, gate_up and down repeat for each local expert and the shared
+        expert."""
         heads, hidden, inner, latents = self.heads, self.hidden, self.inner, self.latents
         width, mixed, of_queries = (
             heads.width,
@@ -104,12 +105,12 @@ class LocalModelShape:
 
     @property
     def matrices(self) -> list[tuple[int, int, int]]:
-        """Those of all layers, in their order, and at the end the head's."""
+        """Returns (in, out, leaves) of the matrices of all layers, in order, then of the LM head."""
         layers = chain.from_iterable(self.matrices_of(layer) for layer in range(self.layers))
         return [*layers, (self.hidden, self.vocabulary.width, 1)]
 
     def packed_sizes(self, num_parts: int | None, head_parts: int | None) -> list[int]:
-        """Returns the bytes of each of `matrices` as kept for products of bfloat16; 0 for those of float32."""
+        """Returns the bytes of each of `matrices` when packed for bfloat16 GEMMs; 0 for float32 GEMMs."""
         part_counts = [num_parts or 0] * (len(self.matrices) - 1) + [head_parts or 0]
         pairs = zip(self.matrices, part_counts, strict=True)
         return [packed_bytes(k, n, own, leaves) for (k, n, leaves), own in pairs]
@@ -117,12 +118,13 @@ class LocalModelShape:
 
 @dataclass
 class GenerationBatch:
-    """Samples to make, and the arrays that they are written to; `longest` columns, `limits` of them may be used.
+    """Samples to generate, and their output arrays.
 
-    `prompts` int32 [n] each; of sample i: `prompt_of`, `limits` int32, `keys` uint64 of its noise, `lengths`,
-    `stopped` int32 [samples], `tokens` int32, `logps` float32 [samples, longest]. `samples` are their numbers, by which
-    they are known again when they continue; () where none does. `arrays` are further per-token arrays of the samples,
-    by name: a decoder that `records_routes` gives the experts of the tokens that it computes for a sample.
+    Inputs: `prompts`, int32 [prompt tokens] each; and per sample, [samples]: `prompt_of` int32, its prompt's index,
+    `limits` int32, the maximum of new tokens, and `keys` uint64, the random seed. Outputs: `tokens` int32 and `logps`
+    float32 [samples, longest], where longest is the largest limit; `lengths` and `stopped` int32 [samples].
+    `samples` are the numbers that identify samples when they continue later; () if none does. `arrays` are further
+    per-token arrays by name: with `records_routes`, the chosen experts of each computed token.
     """
 
     prompts: Sequence[np.ndarray]
@@ -164,7 +166,7 @@ class GenerationBatch:
 
 @dataclass(frozen=True)
 class KeptRow:
-    """A sample whose keys are in the cache still: `shared` of its prompt in `prefix`, `own` in `slot`."""
+    """A sample that is still in the KV cache: `shared` positions in prefix block `prefix`, and `own` in `slot`."""
 
     slot: int
     prefix: int
@@ -174,7 +176,7 @@ class KeptRow:
 
 @dataclass(frozen=True)
 class KVCacheLayout:
-    """The cache of a batch: `slots` of `slot_size` positions and `prefix_blocks` of `prefix_block_size`."""
+    """The KV cache of a batch: `slots` of `slot_size` positions, and `prefix_blocks` of `prefix_block_size` each."""
 
     slots: int
     slot_size: int
@@ -184,10 +186,14 @@ class KVCacheLayout:
 
 @dataclass(frozen=True)
 class Memory:
-    """Views of the generator's pools, of one dim: keys and values; float32 what kernels need while they run, `inputs`
-    of slots and first inputs of prefix blocks (`starts`), hidden floats each, and with a penalty a byte of `seen` for
-    each slot and token of this rank. `packed`: LocalModelShape.packed_sizes of bfloat16, where there are any. `parked`:
-    hidden floats for each slot, where samples may continue after they have ended."""
+    """Flat views of the generator's pools.
+
+    `cache`: keys and values. `scratch` float32: workspace of the kernels. `inputs` float32 [slots * hidden]: the next
+    input embedding of each slot. `starts` float32 [prefix blocks * hidden]: the embedding of each prompt's last token,
+    the first input of its samples. `seen`: one byte for each slot and token of this rank's vocabulary shard, for the
+    repetition penalty. `packed`: weights packed for bfloat16 GEMMs (LocalModelShape.packed_sizes), if any. `parked`
+    float32 [slots * hidden]: next input embeddings of ended samples that may continue later.
+    """
 
     cache: np.ndarray
     scratch: np.ndarray
@@ -199,7 +205,7 @@ class Memory:
 
 
 class LayerWeights(NamedTuple):
-    """Letters as in native/rollout.Slots. Norms and biases float32; matrices of the compute dtype."""
+    """Weights of one layer. Dimensions as in native/rollout.Slots; norms and biases float32, matrices compute dtype."""
 
     norm: np.ndarray  # [H], before attention
     qkv: np.ndarray  # [H, W]
@@ -209,16 +215,16 @@ class LayerWeights(NamedTuple):
     out: np.ndarray  # [Q D, H]
     out_bias: np.ndarray | None  # [H]
     norm_mlp: np.ndarray  # [H]
-    gate_up: np.ndarray  # [H, 2 I], or of experts [X, H, 2 J]
-    down: np.ndarray  # [I, H], or of experts [X, J, H]
-    router: np.ndarray | None = None  # float32 [H, E], where the layer has experts
-    router_bias: np.ndarray | None = None  # float32 [E], for the choice alone
-    shared_gate_up: np.ndarray | None = None  # [H, 2 S], of the expert that all tokens pass
+    gate_up: np.ndarray  # [H, 2 I], or [X, H, 2 J] of experts
+    down: np.ndarray  # [I, H], or [X, J, H] of experts
+    router: np.ndarray | None = None  # float32 [H, E], in layers with experts
+    router_bias: np.ndarray | None = None  # float32 [E], added only to choose experts
+    shared_gate_up: np.ndarray | None = None  # [H, 2 S], of the shared expert
     shared_down: np.ndarray | None = None  # [S, H]
-    latent_norm: np.ndarray | None = None  # [C]; `qkv` then makes latents
+    latent_norm: np.ndarray | None = None  # [C]; `qkv` then is the down-projection to latents
     query_norm: np.ndarray | None = None  # [A]
-    query_up: np.ndarray | None = None  # [A, U], queries of their latents
-    latent_up: np.ndarray | None = None  # float32 [C, Z], keys and values of latents
+    query_up: np.ndarray | None = None  # [A, U], up-projection of query latents
+    latent_up: np.ndarray | None = None  # float32 [C, Z], latents to keys and values
 
     @property
     def matrices(self) -> tuple[np.ndarray, ...]:
@@ -231,7 +237,7 @@ class LayerWeights(NamedTuple):
 
 
 class TokenWeights(NamedTuple):
-    """`norm` float32 [H] before the head [V, H]; `table` [V, H] of embeddings, which may be the head."""
+    """The final `norm` float32 [H], the LM `head` [V, H], and the embedding `table` [V, H], which may be the head."""
 
     norm: np.ndarray
     head: np.ndarray

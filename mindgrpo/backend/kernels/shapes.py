@@ -1,4 +1,4 @@
-"""Plain values that kernels are made for: a rank's heads and vocabulary, and the numbers of a step and of a draw."""
+"""Settings that kernels are built with: attention heads, routing, vocabulary shards, optimizer and sampling."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Literal
 import numpy as np
 
 Activation = Literal["silu", "gelu_tanh"]
-# Added to what must have no part in a softmax.
+# Added to scores to mask them out of a softmax.
 NEVER = -1e30
 
 
 @dataclass(frozen=True)
 class Heads:
-    """A rank's heads: `queries` a multiple of `kv`, each `dim` wide; `norm_eps` None without norms inside heads.
+    """A rank's attention heads: `queries` query heads, a multiple of `kv` key-value heads, each of size `dim`.
 
-    A row of a projection holds the queries, then the keys, then the values: [(queries + 2 kv) dim]. Scores are
-    multiplied by `query_scale`, by dim^-0.5 where it is None.
+    A row of the fused projection holds queries, keys and values, [(queries + 2 kv) dim]. `norm_eps` is None without
+    query and key norms. Scores are multiplied by `query_scale`, or by dim^-0.5 if it is None.
     """
 
     queries: int
@@ -38,11 +38,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a router chooses `per_token` of `num_experts` for a token and scores them.
+    """How a router chooses `per_token` of `num_experts` experts for a token, and scores them.
 
-    By the softmax of its logits, or their sigmoids; with `renormalise` divided by the sum of the chosen ones', times
-    `scaling`. For the choice alone a bias is added (`has_bias`), and of experts in `groups` of equal size those of the
-    `groups_taken` groups are left whose two best make the largest sums (arXiv:2412.19437, section 2.1.2).
+    Scores are the softmax or the sigmoids of the router's logits, divided by the sum over the chosen experts with
+    `renormalise`, and multiplied by `scaling`. To choose experts only, a bias is added (`has_bias`), and of `groups` of
+    equal size only the `groups_taken` with the largest sums of their two best scores are eligible (arXiv:2412.19437,
+    section 2.1.2).
     """
 
     num_experts: int
@@ -56,18 +57,18 @@ class Routing:
 
     @property
     def has_rest(self) -> bool:
-        """Returns whether groups that are taken have more experts than are chosen."""
+        """Returns whether the eligible groups have more experts than a token chooses."""
         return self.num_experts // self.groups * self.groups_taken > self.per_token
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the dtype in which numbers of experts are kept and sent."""
+        """Returns the smallest unsigned dtype that can store and transfer expert ids."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
 
 @dataclass(frozen=True)
 class AdamWNumbers:
-    """One step of AdamW (arXiv:1711.05101): `scale` is on the gradient; update number `count` from 1."""
+    """Scalars of one AdamW step (arXiv:1711.05101). `scale` multiplies the gradient; `count` is the step, from 1."""
 
     lr: float
     beta1: float
@@ -86,16 +87,16 @@ class AdamWSettings:
     weight_decay: float
 
     def at(self, update: int, lr: float, scale: float, decays: bool = True) -> AdamWNumbers:
-        """Returns the numbers of one step, of a parameter that decays or does not."""
+        """Returns the scalars of step `update`, for a parameter with or without weight decay."""
         decay = self.weight_decay if decays else 0.0
         return AdamWNumbers(lr, self.beta1, self.beta2, self.eps, decay, update, scale)
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A rank's share: of `width` columns of logits `real` ones are tokens, from `first` on; the rest is padding.
+    """A rank's vocabulary shard: `width` columns of logits, `real` of them for the tokens from id `first` on.
 
-    Stats of a row are kept for each of `leaves` equal stretches of the columns.
+    The other columns are padding. Log-prob statistics are kept separately for each of `leaves` equal column blocks.
     """
 
     first: int
@@ -107,7 +108,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """`temperature` 0 takes the likeliest token; `top_k` 0 or less, `top_p` 1, `min_p` 0 and penalty 1 are off."""
+    """Sampling parameters. `temperature` 0 is greedy; `top_k` <= 0, `top_p` 1, `min_p` 0 and penalty 1 are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -124,10 +125,10 @@ class SamplingParams:
 
     @property
     def trainer_temperature(self) -> float:
-        """The temperature of the log-probs; the likeliest token's are those at 1."""
+        """Returns the temperature of log-probs, which is 1 for greedy sampling."""
         return self.temperature or 1.0
 
     @property
     def scale(self) -> float:
-        """The factor of the logits."""
+        """Returns the factor of logits, 1 / temperature."""
         return 1.0 / self.trainer_temperature

@@ -1,4 +1,5 @@
-"""Binds the C kernels of this folder to MindSpore graphs.
+"""Python bindings of the C kernels in this folder.
 
-`library.py` compiles them once for this machine, `kernels.py` and `rollout.py` wrap them as cells.
+`library.py` compiles and loads them; `kernels.py`, `attention.py` and `experts.py` wrap them as cells for graphs, and
+`rollout.py` calls those that decode.
 """

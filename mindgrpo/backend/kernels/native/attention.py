@@ -1,4 +1,4 @@
-"""Attention as cells: each calls the C code of attention.c and carries its own backward."""
+"""Attention cells that call the C code of attention.c, with custom backwards; shapes in contract.Kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AsGiven(nn.Cell):
 
 
 class RowAttention(nn.Cell):
-    """Attention of whole rows: (qkv, ..) -> (mixed, log-sum-exp)."""
+    """Attention in whole rows: (qkv [N, heads.width], ...) -> (output [N, queries D], log-sum-exp [N, queries])."""
 
     def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class RowAttention(nn.Cell):
 
 
 class Mixed(nn.Cell):
-    """Hides the log-sum-exp of `attention`, which only the backward wants."""
+    """Drops the log-sum-exp output of `attention`, which only the backward needs."""
 
     def __init__(self, attention: nn.Cell) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Mixed(nn.Cell):
 
 
 class ContextAttention(nn.Cell):
-    """Own tokens' attention: (qkv, ..) -> (mixed, log-sum-exp)."""
+    """Context-parallel attention: (qkv [n, heads.width], ...) -> (output [n, queries D], log-sum-exp [n, queries])."""
 
     def __init__(
         self, heads: Heads, rotary: np.ndarray, is_narrow: bool, index: int, gather: nn.Cell
@@ -129,7 +129,7 @@ class ContextAttention(nn.Cell):
         self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
     def halves(self, qkv: Any) -> Any:
-        """Returns the own queries [n, queries D], and keys and values [n, 2 kv D]."""
+        """Splits `qkv` [n, heads.width] into queries [n, queries D], and keys and values together [n, 2 kv D]."""
         count, width = qkv.shape
         queries = self.slice(qkv, (0, 0), (count, self.mixed), (1, 1))
         return queries, self.slice(qkv, (0, self.mixed), (count, width), (1, 1))
@@ -150,7 +150,7 @@ class ContextAttention(nn.Cell):
 
 
 class GatheringAgain(ContextAttention):
-    """Keeps the own tokens' projection, not what was gathered of all."""
+    """Context-parallel attention that keeps only this rank's qkv, and gathers keys and values again in the backward."""
 
     def __init__(self, *own: Any, scatter: nn.Cell) -> None:
         super().__init__(*own)
@@ -169,7 +169,7 @@ class GatheringAgain(ContextAttention):
         out: Any,
         dout: Any,
     ) -> Any:
-        # When its gradient is there: in a layer that is computed again, its own gathers come first.
+        # Waits for the gradient, so that in a recomputed layer the gathers of the recomputation come first.
         queries, own = self.halves(ops.depend(qkv, dout[0]))
         whole = self.gather(own)
         context = positions, spans, columns, self.rotary, self.sizes, self.numbers

@@ -1,4 +1,4 @@
-"""A mixture of experts as cells: each calls the C code of experts.c and carries its own backward."""
+"""Mixture-of-experts cells that call the C code of experts.c, with custom backwards; shapes in contract.Kernels."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class WeightedSum(nn.Cell):
 
 
 class ExpertMlp(nn.Cell):
-    """With SiLU; `num_parts` as in bf16_gemm.h, None for products in float32."""
+    """Expert MLPs with SwiGLU, as Kernels.expert_mlp. `num_parts` as in bf16_gemm.h, None for float32 GEMMs."""
 
     def __init__(self, num_parts: int | None) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class ExpertMlp(nn.Cell):
 
 
 class ExpertMatMul(nn.Cell):
-    """`num_parts` as ExpertMlp."""
+    """The grouped GEMM of Kernels.expert_matmul; `num_parts` as in ExpertMlp."""
 
     def __init__(self, num_parts: int | None) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class ExpertMatMul(nn.Cell):
         def shape_of_weight(x: Any, dy: Any, counts: Any, *others: Any) -> Any:
             return [counts[0], x[1], dy[1]]
 
-        # Of their own, so that a graph leaves out the one that nothing needs.
+        # Separate operations, so that graphs can drop the gradient that is not used.
         back = operation("expert_product_back", shape_of_x, _float32)
         gradient = operation("expert_product_gradient", shape_of_weight, _float32)
 

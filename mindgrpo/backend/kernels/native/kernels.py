@@ -1,4 +1,4 @@
-"""The CPU's own kernels as cells: each calls C code of native/ and carries its own backward."""
+"""The CPU's kernels: cells that call the C code of this folder, with custom backwards; shapes in contract.Kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mindgrpo.backend.kernels.shapes import (
 )
 from mindgrpo.errors import UserError
 
-# Elements whose squares native/optimizer.c adds up first.
+# Block size, in elements, of the partial sums of native/optimizer.c.
 SQUARES_AT_ONCE = 1 << 15
 
 
@@ -146,9 +146,10 @@ def _gradient_product(x: Any, dy: Any, *others: Any) -> Any:
 
 
 class _MatMul(nn.Cell):
-    """A product as bf16_gemm.h's Summation says, in float32 where `num_parts` is None.
+    """GEMM (x [N, K], weight [K, M], or [M, K] with `transpose_b`) -> [N, M], as Summation in bf16_gemm.h describes.
 
-    Its gradients are products in one leaf: of as many parts, or MindSpore's own, which are faster in float32.
+    `num_parts` None computes in float32. Gradients use a single leaf, and the same number of parts, or MindSpore's
+    MatMul in float32, which is faster.
     """
 
     def __init__(self, num_parts: int | None, transpose_b: bool, leaves: int) -> None:
@@ -179,7 +180,7 @@ class _MatMul(nn.Cell):
                 ops.zeros_like(summation),
             )
 
-        # The operation's and not the cell's own: of these MindSpore computes nothing again.
+        # A bprop of the operation, since MindSpore does not recompute cells with a bprop of their own.
         own = plain_bprop if num_parts is None else bprop
         self.run = operation(*forward, as_first, own, variant=num_parts or 0)
         self.summation = Tensor([num_parts or 0, leaves], ms.int32)
@@ -198,7 +199,7 @@ class _MatMulGradient(nn.Cell):
         return self.run(x, dy, self.summation)
 
 
-# Outputs' shapes and dtypes from the inputs', as library.as_first, of one kernel each.
+# Like library.as_first, these infer output shapes and dtypes from the inputs', for one kernel each.
 def _half_as_wide(both: Any, *others: Any) -> Any:
     return [both[0], both[1] // 2]
 
@@ -215,7 +216,7 @@ def _as_third(first: Any, second: Any, third: Any, *others: Any) -> Any:
     return third
 
 
-# Gradients are the operations' and not the cells' own: of cells with one MindSpore computes nothing again.
+# The bprops below belong to operations, since MindSpore does not recompute cells with a bprop of their own.
 class _RmsNorm(nn.Cell):
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -278,7 +279,7 @@ class _Embedding(nn.Cell):
 
 
 class NativeKernels(Kernels):
-    """Kernels in C; what has none is computed by MindSpore's operations."""
+    """C kernels for CPUs; kernels without a C version fall back to plain MindSpore operations."""
 
     ragged = True
     takes_narrow_vectors = False
@@ -287,11 +288,10 @@ class NativeKernels(Kernels):
     has_slots = True
 
     def __init__(self, num_parts: int | None = None, is_narrow: bool = False) -> None:
-        """Takes factors of matrix products as sums of `num_parts` bfloat16 numbers (bf16_gemm.h); None: as float32.
+        """Splits GEMM operands into `num_parts` bfloat16 numbers (bf16_gemm.h), or computes in float32 if None.
 
-        `is_narrow`: keys and values are kept in bfloat16.
-
-        Raises RuntimeError without the C library, UserError for a processor without bfloat16 products.
+        `is_narrow`: keys and values are stored in bfloat16. Raises RuntimeError without the C library, and UserError
+        for `num_parts` on a CPU without bfloat16 GEMMs.
         """
         if library() is None:
             raise RuntimeError("the C kernels are not there: no C compiler was found, or it failed")

@@ -1,7 +1,7 @@
-"""Compiles the C kernels of this folder once for this machine, loads them, and calls them in and outside graphs.
+"""Compiles the C kernels of this folder, loads them, and calls them inside and outside graphs.
 
-Compiled where they run, so that they use what the processor has, and kept in the user's cache. Without a C compiler
-there is no library, and the callers continue with MindSpore's own operations.
+They are compiled on the machine that runs them, to use all instructions of its CPU, and cached in the user's cache
+folder. Without a C compiler there is no library, and callers fall back to plain MindSpore operations.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ FLAGS = (
     "-fPIC",
     *shlex.split(os.environ.get("MINDGRPO_NATIVE_FLAGS", "")),  # as scripts/sanitize.sh gives them
 )
-# kernel.h: the kind of an error for which malloc had no memory, and bytes of the longest sentence.
+# From kernel.h: the error kind of a failed malloc, and the maximum size of an error message in bytes.
 OUT_OF_MEMORY, SENTENCE_BYTES = 2, 512
-# After which a build says what takes so long.
+# After this time a build reports that it is compiling.
 SILENT_SECONDS = 10.0
 
 
@@ -53,7 +53,7 @@ def cache_directory() -> Path:
 
 
 def make_cache_directory() -> Path:
-    """Makes the same folder, which only this user can write to: what is kept there is run. Raises OSError."""
+    """Creates the cache folder, writable by this user only, since its contents are executed. Raises OSError."""
     folder = cache_directory()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not _is_own(folder):
@@ -71,12 +71,12 @@ def compiler() -> str | None:
 
 
 def may_build() -> bool:
-    """Returns True where a library is wanted and a compiler is there; it may still fail."""
+    """Returns whether the library is enabled and a compiler exists; compiling may still fail."""
     return os.environ.get("MINDGRPO_NATIVE") != "0" and compiler() is not None
 
 
 def _key(program: str) -> str:
-    """Returns a key that changes with the sources, the flags, the compiler and the processor."""
+    """Returns a cache key that changes with the sources, the flags, the compiler and the CPU."""
     digest = hashlib.sha256(" ".join(FLAGS).encode())
     for source in sorted(SOURCES.glob("*.[ch]")):
         digest.update(source.name.encode() + source.read_bytes())
@@ -91,7 +91,7 @@ def _key(program: str) -> str:
 
 
 class Unavailable(Exception):
-    """Why there is no library: what is wrong, and the remedy."""
+    """Raised if there is no library; `what` describes the problem, and `remedy` the fix."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"{what}; {remedy}")
@@ -100,7 +100,7 @@ class Unavailable(Exception):
 
 @cache
 def library_path() -> Path | None:
-    """Returns the compiled library; None where there is no compiler or it fails."""
+    """Returns the path of the compiled library; None without a compiler or if it fails."""
     try:
         return build()
     except Unavailable:
@@ -109,7 +109,7 @@ def library_path() -> Path | None:
 
 @cache
 def build() -> Path:
-    """Returns the library, compiled now if it is not there yet. Raises Unavailable."""
+    """Returns the path of the library, compiling it first if it is not cached. Raises Unavailable."""
     if os.environ.get("MINDGRPO_NATIVE") == "0":
         raise Unavailable("the C kernels are switched off by MINDGRPO_NATIVE=0", "unset it")
     program = compiler()
@@ -120,7 +120,7 @@ def build() -> Path:
         make_cache_directory()
         path = folder / f"native-{_key(program)}.so"
         with (folder / "native.lock").open("w") as lock:
-            # One rank compiles, the others wait for it, however long it takes.
+            # One rank compiles while the others wait for it, however long it takes.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not _is_own(path):
                 with _said_when_slow(
@@ -172,7 +172,7 @@ def _said_when_slow(what: str) -> Iterator[None]:
 
 
 def _say(what: str) -> None:
-    """Prints a line, in a job of the launcher on its screen: whoever compiles there has a log of its own."""
+    """Prints a line; in a job of the launcher on the launcher's screen, since the output of ranks goes to log files."""
     line = f"mindgrpo: {what}; a slow machine takes minutes\n"
     folder = os.environ.get(STATUS_VARIABLE)
     try:
@@ -184,15 +184,15 @@ def _say(what: str) -> None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Loads the library for calls outside graphs: the same image that graphs call into, so both see one memory."""
+    """Loads the library for calls outside graphs. Graphs call the same loaded image, so both share its state."""
     path = library_path()
     return None if path is None else ctypes.CDLL(str(path))
 
 
 def has_bfloat16() -> bool:
-    """Returns whether oneDNN multiplies bfloat16 here: on x86 with AVX-512, on Arm with BF16. False without a library.
+    """Returns whether oneDNN has bfloat16 GEMMs on this CPU: on x86 with AVX-512, on Arm with BF16.
 
-    False as well before MindSpore, whose oneDNN it is, has been imported.
+    Returns False without the library, and before MindSpore, which contains oneDNN, has been imported.
     """
     native = library()
     return bool(native is not None and native.has_bfloat16_products())
@@ -205,10 +205,10 @@ def operation(
     bprop: Callable[..., Any] | None = None,
     variant: int = 0,
 ) -> Any:
-    """Makes a graph operation on kernel `symbol`, whose gradient is `bprop`. Raises RuntimeError without a library.
+    """Makes a graph operation that calls kernel `symbol`, with gradient `bprop`. Raises RuntimeError without a library.
 
-    Operations on one kernel that have different gradients need different `variant`s: MindSpore computes those of equal
-    attributes by the gradient that it met first in some graphs.
+    Operations with the same kernel but different gradients need different `variant`s: in some graphs, MindSpore uses
+    the first gradient that it saw for all operations with equal attributes.
     """
     from mindspore import ops
 
@@ -220,8 +220,10 @@ def operation(
 
 
 def kernel_error() -> Exception | None:
-    """Returns the error of the first kernel that failed in a graph since the last call of this (see `_error`). A graph
-    itself ends with a number only."""
+    """Returns the error of the first kernel that failed inside a graph since the last call (see `_error`), or None.
+
+    A failing graph itself reports only a status number.
+    """
     loaded = library()
     sentence = ctypes.create_string_buffer(SENTENCE_BYTES)
     kind = 0 if loaded is None else int(loaded.kernel_take_error(sentence))
@@ -229,7 +231,7 @@ def kernel_error() -> Exception | None:
 
 
 def _error(kind: int, sentence: Any) -> Exception:
-    """Returns a UserError where memory is used up, RuntimeError for a call that the kernel refused."""
+    """Returns a UserError if memory was exhausted, or a RuntimeError for a call that the kernel rejected."""
     text = sentence.value.decode(errors="replace") or f"a kernel ended with {kind}"
     if kind == OUT_OF_MEMORY:
         return UserError(
@@ -239,10 +241,10 @@ def _error(kind: int, sentence: Any) -> Exception:
 
 
 def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
-    """Calls a kernel as a graph does: inputs, then outputs, which it fills. Raises what the kernel has to say.
+    """Calls a kernel like a graph does, with input arrays, then output arrays, which it fills.
 
-    UserError where memory is used up, RuntimeError for a call that the kernel refused,
-    ValueError for an array whose elements are not one behind the other in memory.
+    Raises UserError if memory is exhausted, RuntimeError for a call that the kernel rejects, and ValueError for an
+    array that is not contiguous.
     """
     loaded = library()
     if loaded is None:
@@ -266,7 +268,10 @@ def call_kernel(symbol: str, *arrays: np.ndarray) -> None:
 
 
 def float32_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Multiplies float32 a [m, k] and b [k, n] as runs do; by NumPy, whose bits may differ, without a library."""
+    """Returns a b, float32 [m, n], of float32 a [m, k] and b [k, n], bitwise as in runs.
+
+    Without the library it uses NumPy, whose last bits may differ.
+    """
     if library() is None:
         return np.asarray(a @ b)
     product = np.empty((len(a), b.shape[1]), np.float32)

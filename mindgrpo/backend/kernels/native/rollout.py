@@ -1,7 +1,7 @@
-"""The generator's slots in C (native/rollout.h): the table that all its kernels read, and their calls.
+"""Decoding slots of the generator in C (native/rollout.h): the table that all its kernels read, and their calls.
 
-The names, types and offsets of the table's fields come from the compiled library (ROLLOUT_FIELDS of rollout.h): a field
-is described once.
+The names, types and offsets of the table's fields are read from the compiled library (ROLLOUT_FIELDS in rollout.h), so
+that each field is declared only once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mindgrpo.backend.kernels.rollout import (
 )
 from mindgrpo.backend.kernels.shapes import Routing, SamplingParams
 
-# The C types of rollout.h.
+# The numpy dtypes of the C types in rollout.h.
 DTYPES = {
     "int64_t": np.int64,
     "int32_t": np.int32,
@@ -38,10 +38,10 @@ DTYPES = {
     "float": np.float32,
     "double": np.float64,
 }
-# native/logits.h: numbers before the candidates of a row, and ranges of logits in a histogram.
+# From native/logits.h: the number of statistics before the candidates of a row, and the bins of a logits histogram.
 FIRST, BINS = 4, 256
 NOTHING = np.zeros(1, np.float32)
-# What the kernels fill in of each sample.
+# Per-sample fields that the kernels fill in.
 BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
 
 
@@ -61,7 +61,7 @@ class _Field(NamedTuple):
 
 
 def _read_fields(native: ctypes.CDLL) -> tuple[dict[str, _Field], int]:
-    """Returns the fields by name, and the table's bytes."""
+    """Returns the table's fields by name, and its size in bytes."""
     described = ctypes.pointer(_CField.in_dll(native, "rollout_fields"))
     fields: dict[str, _Field] = {}
     for index in range(1000):
@@ -74,10 +74,10 @@ def _read_fields(native: ctypes.CDLL) -> tuple[dict[str, _Field], int]:
 
 
 class RolloutTable:
-    """One table, registered with the library under `number` as long as this lives.
+    """The C table of one generator, registered with the library under `number` for the lifetime of this object.
 
-    `table[name] = value` sets a number, or the address and number of elements of an array, which stays alive here.
-    KeyError for a name that rollout.h does not have, ValueError for an array of another dtype or with gaps.
+    `table[name] = value` stores a number, or the address and size of an array, which is kept alive. Raises KeyError for
+    a name that is not in rollout.h, and ValueError for an array of another dtype or one that is not contiguous.
     """
 
     def __init__(self) -> None:
@@ -113,11 +113,11 @@ class RolloutTable:
         self._values[name] = value
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Returns the array, or for a number an array [1] of it."""
+        """Returns the array of a field, or an array [1] that holds its number."""
         return self._values[name]
 
     def check_complete(self) -> None:
-        """Raises RuntimeError if a field of rollout.h has never been given a value."""
+        """Raises RuntimeError if a field of rollout.h was never set."""
         if missing := self._fields.keys() - self._values.keys():
             raise RuntimeError(
                 f"native/rollout.h has fields without a value: {', '.join(sorted(missing))}"
@@ -125,7 +125,7 @@ class RolloutTable:
 
 
 def _forget(native: ctypes.CDLL, number: int, memory: np.ndarray) -> None:
-    """Ends a table's registration; takes its `memory` so that it is not freed earlier."""
+    """Unregisters a table; takes its `memory` as an argument so that it is not freed earlier."""
     native.rollout_forget(number)
 
 
@@ -164,15 +164,17 @@ def _latent_numbers(latents: LocalLatents | None) -> dict[str, float]:
     }
 
 
-# The first of LayerWeights, without a feed-forward's.
+# The fields of LayerWeights before this index, those without the MLP, are the same for dense and expert layers.
 OF_ALL_LAYERS = LayerWeights._fields.index("gate_up")
 
 
 class Slots:
-    """Samples that are decoded together, a slot each. All ranks of the group make the same calls.
+    """Decodes samples in parallel slots (continuous batching). All ranks of the tp group must make the same calls.
 
-    `users`: samples that wait for a slot and rows in use, by prefix block; those with no sample left have 0 users.
-    Letters: H hidden, W a projection's width, D a head's dim, Q heads of queries, I inner, V local vocabulary.
+    `users` int32 [prefix blocks] counts the running and waiting samples of each prefix block; blocks with 0 are free.
+    Dimensions of weights: H hidden size, W width of the qkv projection, D head dim, Q query heads, I MLP size, V
+    vocabulary shard; X local experts of MLP size J, E all experts, S shared expert's MLP size; C and A ranks of the
+    key-value and query latents, with up-projections of width Z and U.
     """
 
     def __init__(
@@ -185,13 +187,13 @@ class Slots:
         memory: Memory,
         part_counts: tuple[int | None, int | None] = (None, None),
     ) -> None:
-        """Takes NativeKernels' `num_parts` and `head_parts` as `part_counts`."""
+        """Allocates the table. `part_counts` are `num_parts` and `head_parts` of NativeKernels."""
         self._num_parts, self._head_parts = (count or 0 for count in part_counts)
         self._model_shape, self._capacity = model_shape, slots
         self._has_seen = sampling.repetition_penalty != 1.0
         self._table = RolloutTable()
         self._number = np.array([self._table.number], np.int32)
-        # Whose addresses the table has.
+        # Kept alive, since the table has their addresses.
         self._weights: list[np.ndarray] = []
         self.use(sampling)
         num_weights = model_shape.layers * len(LayerWeights._fields) + len(TokenWeights._fields)
@@ -222,7 +224,7 @@ class Slots:
             len(model_shape.expert_layers)
         )
         experts = model_shape.experts
-        # Of a token: layers with experts, and experts of each.
+        # The shape of a token's routes: layers with experts, experts per token.
         self._routed = (len(experts.layers), experts.routing.per_token) if experts else (0, 0)
         self._route_dtype = experts.routing.dtype if experts else np.dtype(np.uint8)
         arrays["prompt_routes"] = np.zeros(prompt_rows * prod(self._routed), np.uint16)
@@ -239,7 +241,7 @@ class Slots:
         self.users = arrays["users"]
 
     def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
-        """Registers the weights, which are read where they lie; to be called again whenever they have changed."""
+        """Registers the weights, which are read in place; call it again whenever they have changed."""
         self._weights = []
         for index, weights in enumerate(layers):
             named = weights._asdict().items()
@@ -276,9 +278,9 @@ class Slots:
         call_kernel("product_pack_turned", token.head, of_head, packed_head)
 
     def use(self, sampling: SamplingParams) -> None:
-        """Draws by `sampling` from the next batch on.
+        """Sets the sampling parameters from the next batch on.
 
-        Raises ValueError where they have a penalty and those that the slots were made with have none.
+        Raises ValueError for a repetition penalty if the slots were made without one.
         """
         if sampling.repetition_penalty != 1.0 and not self._has_seen:
             raise ValueError("these slots have no room for the tokens that a penalty has to know")
@@ -323,11 +325,11 @@ class Slots:
         return sampling.top_k if not sampling.greedy and 0 < sampling.top_k < vocab else 0
 
     def _candidates_of(self, sampling: SamplingParams) -> int:
-        """Returns the candidates of each rank: any of the k largest of all is among the k largest of its own rank."""
+        """Returns the number of top-k candidates of each rank: the global top k are among the ranks' local top k."""
         return min(self._top_k_of(sampling), self._model_shape.vocabulary.width)
 
     def start(self, batch: GenerationBatch, layout: KVCacheLayout) -> None:
-        """Takes a batch with every slot and prefix block free, and the cache shared out by `layout`."""
+        """Starts a batch with all slots and prefix blocks free, and the KV cache divided according to `layout`."""
         table, heads = self._table, self._model_shape.heads
         positions = (
             layout.slots * layout.slot_size + layout.prefix_blocks * layout.prefix_block_size
@@ -357,10 +359,10 @@ class Slots:
         table.check_complete()
 
     def resume(self, batch: GenerationBatch, rows: Sequence[KeptRow], known: np.ndarray) -> None:
-        """Continues samples that have ended, from where their keys are; nothing waits and no prompt is computed.
+        """Continues ended samples from their KV cache, without a queue or prefill.
 
-        Columns of `batch.tokens` are counted from a sample's first token in its slot: from `own` up to `known` int32
-        [samples] they hold tokens that are there already, and `limits` count from the same.
+        Columns of `batch.tokens` and `limits` count from a sample's first token in its slot: columns from `own` up to
+        `known` int32 [samples] are given tokens that are not in the cache yet.
         """
         table, hidden = self._table, self._model_shape.hidden
         numbers = dict.fromkeys(("queue_head", "queue_tail", "steps", "row_steps", "num_free"), 0)
@@ -380,7 +382,7 @@ class Slots:
         table.check_complete()
 
     def kept(self, batch: GenerationBatch) -> list[tuple[int, int]]:
-        """Returns slot and prefix of each sample, once all have ended."""
+        """Returns the (slot, prefix block) of each sample; valid once all have ended."""
         columns = (
             self._table[name][: len(batch.limits)] for name in ("sample_slot", "sample_prefix")
         )
@@ -388,7 +390,7 @@ class Slots:
         return list(zip(slots, prefixes, strict=True))
 
     def _take(self, batch: GenerationBatch, first_drawn: np.ndarray) -> None:
-        """Puts the job's arrays into the table, by sample."""
+        """Stores the batch's per-sample arrays in the table; `first_drawn` int32 [samples]."""
         count = len(batch.limits)
         lengths = np.array([len(prompt) for prompt in batch.prompts], np.int64)
         begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
@@ -412,7 +414,7 @@ class Slots:
             self._table[name] = array
 
     def enqueue(self, sample: int, prefix: int) -> None:
-        """Queues the sample, which takes a slot as soon as one is free; its prompt will be in `prefix` by then."""
+        """Queues the sample for the next free slot; its prompt must be in prefix block `prefix` by then."""
         tail = self._table["queue_tail"]
         self._table["queue_sample"][tail[0]] = sample
         self._table["queue_prefix"][tail[0]] = prefix
@@ -426,9 +428,12 @@ class Slots:
         seen: np.ndarray,
         start_prefixes: np.ndarray,
     ) -> None:
-        """Computes tokens int32 [n + m] of prompts: n whose keys and values go to `prefix_blocks` int32 [n], and which
-        see as many keys as `seen` int32 [n] says, their own among them; then m that are the first inputs of the samples
-        of `start_prefixes` int32 [m]."""
+        """Prefills `tokens` int32 [n + m] of prompts.
+
+        The first n write their keys and values to `prefix_blocks` int32 [n], and attend to `seen` int32 [n] keys,
+        their own included. The other m are last tokens of prompts, the first inputs of the samples of prefix blocks
+        `start_prefixes` int32 [m].
+        """
         table = self._table
         table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
         table["prompt_row_seen"][: len(prefix_blocks)] = seen
@@ -437,20 +442,22 @@ class Slots:
         call_kernel("rollout_prompts", tokens, self._number)
 
     def prompt_routes(self) -> np.ndarray:
-        """Returns the experts [n, layers with experts, experts a token] of the last `fill`'s n, if recorded."""
+        """Returns the routes of the first n tokens of the last `fill`, if recorded: expert ids, uint8 or uint16
+        [n, layers with experts, experts per token]."""
         rows = self._table["prompt_routes"].reshape(-1, *self._routed)
         return rows[: int(self._table["prompt_rows"][0])].astype(self._route_dtype)
 
     def routes(self, sample: int, begin: int, end: int) -> np.ndarray:
-        """Returns those of the sample's tokens from number `begin` up to `end`; number 0 is its first input."""
+        """Returns the routes of the sample's tokens `begin` to `end`, expert ids [end - begin, layers with experts,
+        experts per token]; token 0 is the sample's first input."""
         longest = int(self._table["longest"][0])
         rows = self._table["routes"].reshape(-1, longest, *self._routed)
         return rows[sample, begin:end].astype(self._route_dtype)
 
     def decode(self, tokens: int) -> int:
-        """Draws up to so many tokens of every slot, which the next sample takes when it becomes free.
+        """Decodes up to `tokens` tokens in every slot; waiting samples take over slots that become free.
 
-        Returns the number of samples that are running or waiting.
+        Returns the number of samples that are still running or waiting.
         """
         left = np.zeros(1, np.int32)
         call_kernel("rollout_decode", np.array([*self._number, tokens], np.int32), left)
@@ -458,10 +465,10 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """Returns the number of samples that wait for a slot."""
+        """Returns the number of samples that are waiting for a slot."""
         return int(self._table["queue_tail"][0] - self._table["queue_head"][0])
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Returns the batch's decode steps that had any row, and the rows that they computed."""
+        """Returns the batch's number of non-empty decode steps, and the total of rows that they computed."""
         return int(self._table["steps"][0]), int(self._table["row_steps"][0])
