@@ -115,14 +115,14 @@ ESTIMATORS = {
         ("batch",),
         by_function=True,
     ),
-    "maxrl": Estimator("mean of the group, which is the divisor too", _maxrl),
+    "maxrl": Estimator("mean of the group, by which the result is also divided", _maxrl),
     "opo": Estimator("mean of the group weighted by length", _opo),
     "pass_at_k": Estimator(
-        "the second best of the group, for the best one only", _pass_at_k, ("group", "none")
+        "second-best reward of the group, for the best sample only", _pass_at_k, ("group", "none")
     ),
     "gpg": Estimator("mean of the group", _gpg),
     "remax": Estimator(
-        "the reward of a greedy completion, one more of each prompt, which is not trained on",
+        "reward of an extra greedy completion of the prompt, which is not trained on",
         _remax,
         compares=False,
         needs_greedy=True,
@@ -166,10 +166,10 @@ class AlgorithmConfig(LossConfig):
         + "; ".join(f"{name}: {own.title}" for name, own in ESTIMATORS.items()),
     )
     role_column: str | None = None
-    """column of the rows that names the role whose baseline rae uses, such as a game and a player; null: one baseline
-    for all rows"""
+    """data set column with the name of each row's role, such as a game and a player; rae keeps one baseline per role;
+    null: one baseline for all rows"""
     role_baseline_ema_gamma: Annotated[float, NULL_IS_DEFAULT] = Field(0.95, ge=0, lt=1)
-    """share that rae's baseline keeps of itself when it moves by a sample's reward"""
+    """decay of rae's baseline: after each sample it is this times the baseline + (1 - this) times the reward"""
     # Users of other trainers write true for the group's deviation and false for none.
     scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         Field(
@@ -189,21 +189,21 @@ class AlgorithmConfig(LossConfig):
     mask_equal_groups: bool = False
     """exclude groups whose rewards are all equal from the loss and its averages (ScaleRL's zero-variance filter)"""
     no_positive_resampling: float | None = Field(None, gt=0, le=1)
-    """do not draw a prompt again once so large a share of its samples, such as 0.9, has a reward of eval_pass_threshold
-    at least (ScaleRL); once no prompt is left, all are drawn again. max_steps and epochs count as without it; null:
-    off"""
+    """stop drawing a prompt once at least this fraction of its samples, such as 0.9, has a reward of at least
+    eval_pass_threshold (ScaleRL); once no prompt is left, all are drawn again. The number of steps does not change;
+    null: off"""
     dynamic_sampling: bool = False
     """replace groups whose rewards are all equal (zero advantage) with groups of new prompts"""
     dynamic_sampling_rounds: Annotated[int, NULL_IS_DEFAULT] = Field(3, ge=1, le=100)
     """maximum number of rounds of replacement per step"""
     rejection_geometric_low: float | None = Field(None, gt=0, le=1)
-    """leave out samples whose geometric mean of p_trainer / p_generator is below, such as 0.99; null: off"""
+    """reject samples whose geometric mean of p_trainer / p_generator is below this, such as 0.99; null: off"""
     rejection_geometric_high: float | None = Field(None, ge=1)
-    """leave out samples whose geometric mean of p_trainer / p_generator is above, such as 1.01; null: off"""
+    """reject samples whose geometric mean of p_trainer / p_generator is above this, such as 1.01; null: off"""
     rejection_k3: float | None = Field(None, gt=0)
-    """leave out samples whose mean k3 divergence of trainer and generator is above; null: off"""
+    """reject samples whose mean k3 divergence of trainer and generator is above this; null: off"""
     rejection_veto: float | None = Field(None, gt=0, lt=1)
-    """leave out samples with a token of which p_trainer / p_generator is below, such as 1e-4; null: off"""
+    """reject samples with any token whose p_trainer / p_generator is below this, such as 1e-4; null: off"""
     turn_advantages: bool = False
     """compute an advantage for each turn from the environment's rewards of this and later turns; false: one advantage
     per conversation, from the sum of its rewards"""

@@ -293,15 +293,16 @@ class LossConfig(Section):
         None,
         gt=0,
         le=1,
-        description="lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: how far a token's probability may fall; "
-        "dppo_kl: the binary KL divergence at which it has fallen too far; gmpo: of the logarithm of the ratio; null: "
-        f"as in the paper of loss_type ({_of_papers(0)})",
+        description="lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: maximum decrease of a token's "
+        "probability; dppo_kl: maximum binary KL divergence of a token whose probability has fallen; gmpo: lower clip "
+        f"bound of the log ratio: -epsilon_low; null: as in the paper of loss_type ({_of_papers(0)})",
     )
     epsilon_high: float | None = Field(
         None,
         gt=0,
-        description="upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl, gmpo: as "
-        f"epsilon_low, of what rises; null: as in the paper of loss_type ({_of_papers(1)})",
+        description="upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl: like "
+        "epsilon_low, for probabilities that have risen; gmpo: upper clip bound of the log ratio; null: as in the "
+        f"paper of loss_type ({_of_papers(1)})",
     )
     delta: float | None = Field(None, gt=1)
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
@@ -322,18 +323,18 @@ class LossConfig(Section):
     vespo_lambda_neg: Annotated[float, NULL_IS_DEFAULT] = Field(2.0, gt=0)
     """decay of vespo's weight for negative advantages"""
     clip_cov_ratio: Annotated[float, NULL_IS_DEFAULT] = Field(2e-4, gt=0, le=1)
-    """share of tokens that clip_cov leaves out"""
+    """fraction of tokens that clip_cov excludes from the surrogate"""
     clip_cov_low: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
-    """covariance above which clip_cov leaves tokens out"""
+    """clip_cov excludes tokens whose covariance is above this (and below clip_cov_high)"""
     clip_cov_high: Annotated[float, NULL_IS_DEFAULT] = Field(5.0, gt=0)
-    """covariance below which clip_cov leaves tokens out"""
+    """clip_cov excludes tokens whose covariance is below this (and above clip_cov_low)"""
     kl_cov_ratio: Annotated[float, NULL_IS_DEFAULT] = Field(2e-4, gt=0, le=1)
-    """share of tokens that kl_cov holds to the old policy"""
+    """fraction of tokens, those of highest covariance, that kl_cov penalises for moving away from the old policy"""
     kl_cov_coef: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
-    """coefficient of |log ratio| of kl_cov's tokens"""
+    """coefficient of kl_cov's penalty |log ratio|"""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """share of an update's tokens, those of highest entropy, whose surrogate counts; 1: all; below 1, as with clip_cov
-    and kl_cov, every update has one more forward pass"""
+    """fraction of an update's tokens, those of highest entropy, that have a surrogate; 1: all; below 1, as with
+    clip_cov and kl_cov, every update takes an extra forward pass"""
 
     beta: float = Field(0.01, ge=0)
     """coefficient of the KL penalty; 0: no KL penalty; no reference model is loaded unless distillation_coef is set"""
@@ -358,8 +359,8 @@ class LossConfig(Section):
     importance_sampling_floor: float | None = Field(None, gt=0, le=1)
     """minimum weight in importance_sampling_correction (IcePop: 0.5 with token_mask and a cap of 5); null: none"""
     off_policy_mask_threshold: float | None = Field(None, ge=0)
-    """off-policy sequence masking (DeepSeek-V3.2): no surrogate for samples with a negative advantage of which the mean
-    of old log-prob - log-prob is above; usually with old_logps generator; null: off"""
+    """off-policy sequence masking (DeepSeek-V3.2): drop the surrogate of samples with a negative advantage whose mean
+    of old log-prob - log-prob is above this; usually with old_logps generator; null: off"""
     old_logps: Literal["trainer", "generator"] | None = Field(
         None,
         description="whose log-probs the ratio compares with. trainer: the policy's before the first update; "
