@@ -150,7 +150,7 @@ def role_baselines(
     gamma: float,
     failed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Updates each role's moving average, b = gamma b + (1 - gamma) r, with its samples' rewards in order; b starts at 0.
+    """Updates each role's moving average, b = gamma b + (1 - gamma) r from b = 0, with its samples' rewards in order.
 
     Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): a sample's advantage is r - b, with b updated by r
     first. Returns each sample's b, float64 [samples], and the final baselines by role. `rewards` float [samples];

@@ -14,7 +14,7 @@ def deal_columns(spans: np.ndarray, num_ranks: int) -> np.ndarray:
     """Returns int32 [num_ranks, T / num_ranks], the columns of each rank in ascending order.
 
     `spans` int32 [T, 3] (backend/kernels/contract.py) determine how many keys each column attends to. Blocks of columns
-    are assigned in rounds of one block per rank, most expensive first, and within a round to the least loaded rank first.
+    are assigned in rounds of one per rank, most expensive blocks first, and within a round the least loaded rank first.
     """
     length = len(spans)
     block = _block_size(length // num_ranks)

@@ -1,4 +1,4 @@
-"""Declares every advantage estimator: how it makes advantages of rewards, what it needs of a step, and its keys."""
+"""Declares the advantage estimators: how each computes advantages from rewards, its inputs, and its keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mindgrpo.settings.section import NULL_IS_DEFAULT, spelled
 
 @dataclass(frozen=True)
 class Earned:
-    """What a step's samples earned: float [samples] `rewards`, and int [samples] `lengths` that the policy wrote.
+    """Inputs of estimators: `rewards` float [samples], and `lengths` int [samples], the policy's own tokens.
 
-    `components` are (weight, float [samples]) of each reward function, `greedy` float [groups] the rewards of greedy
-    completions and `baselines` float [samples] those of roles; None where the estimator needs none.
+    `components` are (weight, float [samples]) for each reward function, `greedy` float [groups] the rewards of greedy
+    completions, `baselines` float [samples] those of the samples' roles; None if the estimator needs none.
     """
 
     rewards: np.ndarray
@@ -32,12 +32,12 @@ class Earned:
 
 @dataclass(frozen=True)
 class Estimator:
-    """What a value of rl_config.advantage_estimator stands for; `title` says to users what is subtracted.
+    """The definition of a value of rl_config.advantage_estimator; `title` is the baseline in words, for users.
 
-    `advantages` float32 [samples] of what they earned; None: each token has its own, from the mean over the step's
-    tokens. `scales` are the scale_rewards that it is defined with, the first one its paper's. `compares`: it compares
-    the samples of a group, which has to have several. `needs_greedy`: the reward of a greedy completion of each prompt;
-    `needs_baselines`: the moving average of the sample's role; `by_function`: the rewards of each function.
+    `advantages` maps `Earned` to float32 [samples]; None: advantages are per token, normalised over the step's tokens.
+    `scales` are the supported scale_rewards, the paper's first. `compares`: groups need several samples. The other
+    flags are required inputs: `needs_greedy`, the reward of a greedy completion of each prompt; `needs_baselines`, the
+    moving average of the sample's role; `by_function`, the rewards of each function.
     """
 
     title: str
@@ -154,7 +154,7 @@ def _of_papers() -> str:
 
 
 class AlgorithmConfig(LossConfig):
-    """The keys of `rl_config` that choose the algorithm: the loss's, and those of advantages, masks and corrections."""
+    """The keys of `rl_config` that define the algorithm: loss, advantages, masks and corrections."""
 
     num_generations: int = Field(8, ge=1)
     """completions per prompt (group size)"""
@@ -223,17 +223,17 @@ class AlgorithmConfig(LossConfig):
 
     @property
     def resampling_rounds(self) -> int:
-        """Returns the maximum of replacement rounds a step; 0 without dynamic sampling."""
+        """Returns the maximum number of replacement rounds per step; 0 without dynamic sampling."""
         return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
 
     @property
     def rejects(self) -> bool:
-        """Returns whether samples are left out by how differently trainer and generator rate them."""
+        """Returns whether samples are rejected because of the mismatch between trainer and generator."""
         return any(getattr(self, name) is not None for name in REJECTIONS)
 
     @property
     def needing_trainers(self) -> list[str]:
-        """Returns keys that compare the trainer's log-probs before its first update with others."""
+        """Returns the active keys that need the trainer's log-probs before the first update."""
         named = [name for name in REJECTIONS if getattr(self, name) is not None]
         if self.kl_in_reward:
             named.append("kl_in_reward")

@@ -128,8 +128,8 @@ def off_policy(tokens: Tokens, threshold: float, held: np.ndarray) -> np.ndarray
 def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.ndarray]:
     """Returns two bool [tokens]: whether a token was clipped at the lower, and at the upper bound.
 
-    With importance ratios per sample, returns two bool [samples] instead, of the samples with tokens. For cispo: whether
-    the weight was clipped; for dppo: whether the token was dropped. The bound of delta or dual_clip counts as upper.
+    With importance ratios per sample, returns two bool [samples with tokens] instead. For cispo: whether the weight was
+    clipped; for dppo: whether the token was dropped. The bound of delta or dual_clip counts as upper.
     """
     surrogate = LOSS_TYPES[loss_config.loss_type].surrogate
     if surrogate is dppo:

@@ -1,6 +1,6 @@
-"""Declares every loss: its surrogate in NumPy, which it maximises, its paper's averages and bounds, and its keys.
+"""Declares the losses: the surrogate that each maximises, in NumPy, its paper's aggregation and bounds, and its keys.
 
-training/surrogates.py has the surrogates as cells of the graph that is differentiated.
+training/surrogates.py has the surrogates as differentiable cells.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """An update's tokens that the policy wrote, sample after sample: float [tokens] each, `lengths` int [samples]."""
+    """An update's own tokens of the policy, concatenated over samples: float [tokens] each, `lengths` int [samples]."""
 
     logps: np.ndarray
     old: np.ndarray
@@ -39,9 +39,9 @@ class Tokens:
 def importance_ratio(
     logps: np.ndarray, old: np.ndarray, lengths: np.ndarray, level: str
 ) -> np.ndarray:
-    """Computes the ratio rho of each token, float [tokens]: at level "token" exp(logp_t - old_t).
+    """Computes the importance ratio rho of each token, float [tokens]: exp(logp_t - old_t) at level "token".
 
-    At level "sequence" the exponential of that difference's mean over the sample, for all its tokens (GSPO,
+    At level "sequence", all tokens of a sample have exp(mean over the sample of logp_t - old_t) (GSPO,
     arXiv:2507.18071, equation 7).
     """
     difference = logps - old
@@ -58,8 +58,8 @@ def sample_means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def clipped_surrogate(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3).
 
-    Separate low and high: DAPO, arXiv:2503.14476, equation 10. Two-sided: rho in the first term is min(rho, delta)
-    (INTELLECT-2, arXiv:2505.07291, two-sided clipping). Dual clip: not below c A where A < 0 (arXiv:1912.09729,
+    Separate low and high: DAPO, arXiv:2503.14476, equation 10. `delta`: rho in the first term is min(rho, delta)
+    (INTELLECT-2, arXiv:2505.07291, two-sided clipping). `dual_clip` c: at least c A where A < 0 (arXiv:1912.09729,
     equation 5).
     """
     advantages = tokens.advantages
@@ -92,11 +92,11 @@ def sapo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 
 
 def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Returns bool [tokens]: which are inside of DPPO's trust region, or come back to it (arXiv:2602.04879).
+    """Returns bool [tokens]: tokens inside of DPPO's trust region, or moving back into it (arXiv:2602.04879).
 
-    With pi = exp(log p) and mu = exp(old log p), of a token with A > 0 where pi - mu <= high, of others where
-    pi - mu >= -low (total variation, dppo_tv); or where mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) is at most
-    high or low, or pi has moved against the sign of A (binary KL, dppo_kl).
+    With pi = exp(log p) and mu = exp(old log p), dppo_tv keeps a token with A > 0 if pi - mu <= high, any other if
+    pi - mu >= -low (total variation). dppo_kl keeps it if mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) is at
+    most high (A > 0) or low, or if pi has moved against the sign of A (binary KL).
     """
     pi, mu = exp(held), exp(tokens.old)
     rises, (low, high) = tokens.advantages > 0, config.clip_bounds
@@ -110,16 +110,16 @@ def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarr
 
 
 def dppo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Computes sg(min(rho, cap)) A log p of the tokens that `dppo_keeps`, 0 of others (DPPO, arXiv:2602.04879)."""
+    """Computes sg(min(rho, cap)) A log p for tokens that `dppo_keeps`, else 0 (DPPO, arXiv:2602.04879)."""
     ratio = importance_ratio(held, tokens.old, tokens.lengths, "token")
     weight = np.minimum(ratio, config.dppo_ratio_cap) * dppo_keeps(tokens, config, held)
     return np.asarray(weight * tokens.advantages * tokens.logps)
 
 
 def gmpo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Computes exp(mean over the sample of log rho, clipped) A, the same for all its tokens (GMPO, arXiv:2507.20673).
+    """Computes exp(mean over the sample of the clipped log rho) A for all of its tokens (GMPO, arXiv:2507.20673).
 
-    log rho is at most `high` where A > 0, and at least -`low` where A < 0.
+    log rho is clipped to at most `high` where A > 0, and to at least -`low` where A < 0.
     """
     log_ratio, sign = tokens.logps - tokens.old, np.sign(tokens.advantages)
     low, high = config.clip_bounds
@@ -131,8 +131,8 @@ def gmpo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes sg(phi(W)) A log p, phi(W) = W^k exp(lambda (1 - W)), k and lambda by the sign of A.
 
-    W is the product of rho over the sample (VESPO, arXiv:2602.10693). As phi vanishes long before, log W counts as
-    LARGEST_LOG_RATIO at most.
+    W is the product of rho over the sample (VESPO, arXiv:2602.10693). log W is limited to LARGEST_LOG_RATIO, far beyond
+    which phi vanishes.
     """
     log_ratio = sample_means(held - tokens.old, tokens.lengths)
     lengths = np.repeat(tokens.lengths, tokens.lengths)
@@ -145,7 +145,7 @@ def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 
 
 def plain_ratio(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Computes rho A, which nothing clips (KL-Cov, arXiv:2505.22617, equation 13)."""
+    """Computes rho A, without clipping (KL-Cov, arXiv:2505.22617, equation 13)."""
     return np.asarray(exp(tokens.logps - tokens.old) * tokens.advantages)
 
 
@@ -160,13 +160,12 @@ Surrogate = Callable[[Tokens, "LossConfig", np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class LossType:
-    """What a value of rl_config.loss_type stands for; `title` says it to users.
+    """The definition of a value of rl_config.loss_type; `title` describes it to users.
 
-    `aggregation` is its paper's, of `losses.token_weights`, and `levels` are the importance_sampling_levels that it is
-    defined with. `epsilon` are its paper's epsilon_low and epsilon_high; None: it clips nothing. `keys` are the keys of
-    rl_config that it reads and not every loss. `of_samples`: the surrogate of a token depends on its whole sample.
-    `old` says whose log-probs are the old ones: those of the trainer before the step's first update, or of the
-    generator.
+    `aggregation` is the paper's (see `losses.token_weights`), and `levels` are the supported
+    importance_sampling_levels. `epsilon` are the paper's epsilon_low and epsilon_high; None: no clipping. `keys` are
+    the keys of rl_config that only some losses read. `of_samples`: a token's surrogate depends on its whole sample.
+    `old`: whether the old log-probs are the trainer's before the step's first update, or the generator's.
     """
 
     surrogate: Surrogate
