@@ -105,7 +105,7 @@ def compute_advantages(
 def _without_reward(
     failed: np.ndarray | None, greedy: np.ndarray | None, config: AlgorithmConfig, num_samples: int
 ) -> np.ndarray:
-    """Returns bool [samples]: those that failed, and groups whose greedy completion did."""
+    """Returns bool [samples]: whether the scoring of a sample, or of its group's greedy completion, failed."""
     without = np.zeros(num_samples, bool) if failed is None else failed
     return without if greedy is None else without | np.isnan(greedy).repeat(config.num_generations)
 
