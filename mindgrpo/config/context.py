@@ -90,7 +90,7 @@ class RooflineConfig(Section):
 class Context(Section):
     mode: int = Field(0, ge=0, le=1)
     """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging, on one
-    rank; settings that would train wrongly in this mode are refused)"""
+    rank; models that would train wrongly in this mode are refused)"""
     device_target: OptionalText = None
     """device type; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None
