@@ -145,7 +145,7 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfi
 
 
 def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
-    """Reads the tokenizer, with the configured chat template and date, and checks it against the model's vocabulary."""
+    """Reads the tokenizer, with the configured chat template and date, and limits it to the model's vocabulary."""
     rl = config.rl_config
     tokenizer = load_tokenizer(config.tokenizer_dir, model_directory=config.actor_config.load)
     date = datetime.fromisoformat(rl.chat_template_date) if rl.chat_template_date else None
