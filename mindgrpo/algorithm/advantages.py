@@ -1,7 +1,7 @@
-"""Computes advantages from rewards, one function an estimator. Pure numpy.
+"""Computes advantages from rewards, with one function per estimator. Pure numpy.
 
-Group statistics are those of `num_generations` neighbouring samples, batch statistics those of the whole step, so
-neither depends on how samples are shared out over updates or ranks.
+Group statistics are over `num_generations` consecutive samples, batch statistics over the whole step; neither depends
+on how samples are distributed over updates or ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def group_advantages(
 
     GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1.2). `scale` "group" divides by the group's standard deviation;
     "batch" by that of the step's rewards (arXiv:2508.08221); "none" does not divide (Dr. GRPO, arXiv:2503.20783,
-    section 3.2). Deviations are sample ones (n - 1). A group of one, and a group whose rewards are all equal, have
+    section 3.2). Standard deviations divide by n - 1. Groups of one sample, or whose rewards are all equal, have
     advantage 0. `rewards` float [samples]; raises ValueError on NaN.
     """
     groups = _groups(rewards, num_generations)
@@ -51,11 +51,12 @@ def decoupled_advantages(
     num_generations: int,
     std_floor: float = STD_FLOOR,
 ) -> np.ndarray:
-    """Normalises each reward within its group, adds up, and divides by the step's deviation; float32 [samples].
+    """Normalises each reward function within its group, sums, and normalises over the step; returns float32 [samples].
 
-    With z_k = (r_k - mean(group)) / (std(group) + std_floor) and S_i = sum of w_k z_ik, A_i = (S_i - mean(S)) / (std(S)
-    + std_floor) (GDPO, arXiv:2601.05242; deviations are sample ones). `components` are (weight, float [samples]) of
-    each reward function, where a nan is left out and adds 0. Samples of groups in which every reward is equal have 0.
+    With z_k = (r_k - mean(group)) / (std(group) + std_floor) and S_i = sum_k w_k z_ik, A_i = (S_i - mean(S)) / (std(S)
+    + std_floor) (GDPO, arXiv:2601.05242; standard deviations divide by n - 1). `components` are (weight, float
+    [samples]) for each reward function; a nan counts neither in means nor in the sum. A_i is 0 where S_i is 0, as in
+    groups in which each function's rewards are all equal.
     """
     total = np.zeros(len(components[0][1]))
     for weight, values in components:
@@ -92,7 +93,7 @@ def maximum_likelihood(
 def optimal_baseline(rewards: np.ndarray, lengths: np.ndarray, num_generations: int) -> np.ndarray:
     """Computes A_i = r_i - sum_j l_j r_j / sum_j l_j over the group as float32 [samples].
 
-    OPO (arXiv:2505.23585); `lengths` int [samples] are the tokens that the policy wrote. Raises ValueError on NaN.
+    OPO (arXiv:2505.23585); `lengths` int [samples] count the policy's own tokens. Raises ValueError on NaN.
     """
     groups = _groups(rewards, num_generations)
     sizes = lengths.astype(np.float64).reshape(groups.shape)
@@ -106,10 +107,10 @@ def optimal_baseline(rewards: np.ndarray, lengths: np.ndarray, num_generations: 
 def best_of_group(
     rewards: np.ndarray, num_generations: int, scale: str, std_floor: float = STD_FLOOR
 ) -> np.ndarray:
-    """Gives the best sample of a group its lead over the second best, and the others 0; float32 [samples].
+    """Computes A_i = r_i - (second-best reward) for the best sample of a group, 0 for the others; float32 [samples].
 
     Pass@k training (as in verl's grpo_passk, arXiv:2503.19595): `scale` "group" divides by the group's standard
-    deviation, "none" does not. Two that are best alike have 0. Raises ValueError on NaN.
+    deviation, "none" does not. If two samples tie for the best, all have 0. Raises ValueError on NaN.
     """
     groups = _groups(rewards, num_generations)
     ordered = np.sort(groups, axis=1)
@@ -123,7 +124,8 @@ def best_of_group(
 def rescaled_advantages(rewards: np.ndarray, num_generations: int) -> np.ndarray:
     """Computes A_i = G / G' (r_i - mean(group)) as float32 [samples], where G' of G groups have unequal rewards.
 
-    GPG (arXiv:2504.02546): groups without a gradient do not make the update smaller. Raises ValueError on NaN.
+    GPG (arXiv:2504.02546): the factor keeps groups without a gradient from shrinking the update. Raises ValueError on
+    NaN.
     """
     is_flat = zero_std_groups(rewards, num_generations)
     factor = is_flat.size / max(1, np.count_nonzero(~is_flat))
@@ -132,10 +134,10 @@ def rescaled_advantages(rewards: np.ndarray, num_generations: int) -> np.ndarray
 
 
 def against_greedy(rewards: np.ndarray, greedy: np.ndarray, num_generations: int) -> np.ndarray:
-    """Computes A_i = r_i - r(likeliest completion of the same prompt) as float32 [samples].
+    """Computes A_i = r_i - r(greedy completion of the same prompt) as float32 [samples].
 
-    ReMax (arXiv:2310.10505, section 4.1); `greedy` float [groups] are these completions' rewards. Raises ValueError on
-    NaN among `rewards`.
+    ReMax (arXiv:2310.10505, section 4.1); `greedy` float [groups] are the greedy completions' rewards. Raises
+    ValueError on NaN among `rewards`.
     """
     advantages = _groups(rewards, num_generations) - greedy.astype(np.float64)[:, None]
     return advantages.reshape(-1).astype(np.float32)
@@ -148,11 +150,11 @@ def role_baselines(
     gamma: float,
     failed: np.ndarray | None = None,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Moves each role's baseline by its samples' rewards in order, b = gamma b + (1 - gamma) r, from 0 at first.
+    """Updates each role's moving average, b = gamma b + (1 - gamma) r from b = 0, with its samples' rewards in order.
 
-    Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): a sample's advantage is r - b, b having moved by r
-    already. Returns float64 [samples], the b of each sample, and the baselines by role after all of them. `rewards`
-    float [samples], of which those that are `failed` (bool [samples]) move nothing; raises ValueError on NaN.
+    Role-conditioned advantage estimation (SPIRAL, arXiv:2506.24119): a sample's advantage is r - b, with b updated by r
+    first. Returns each sample's b, float64 [samples], and the final baselines by role. `rewards` float [samples];
+    samples that `failed` (bool [samples]) do not update b. Raises ValueError on NaN.
     """
     after, own = dict(baselines), np.zeros(len(roles))
     known = np.ones(len(roles), bool) if failed is None else ~failed
@@ -171,11 +173,10 @@ def turn_advantages(
 ) -> list[np.ndarray]:
     """Computes A_i,k = sum over l >= k of (r_i,l - mean(R)) / (std(R) + std_floor) as float32 [turns] per sample.
 
-    GRPO with process supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.3), where a step is a turn: R are the
-    rewards of all turns of all samples of the group. `scale` chooses the deviation as in `group_advantages`, which
-    gives the same result where every sample has one turn. `turn_rewards` float [turns] per sample; a sample with a nan
-    is left out of R and gets advantages 0. Groups whose rewards are all equal get advantages 0. Raises ValueError on
-    infinite rewards.
+    GRPO with process supervision (DeepSeekMath, arXiv:2402.03300, section 4.1.3), with turns as steps: R are the
+    rewards of all turns of all samples of the group. `scale` selects the deviation as in `group_advantages`, to which
+    this reduces if every sample has one turn. `turn_rewards` float [turns] per sample; a sample with a nan is excluded
+    from R and gets advantages 0, as do groups whose rewards are all equal. Raises ValueError on infinite rewards.
     """
     if any(np.isinf(rewards).any() for rewards in turn_rewards):
         raise ValueError("rewards of turns are not finite")
@@ -210,11 +211,11 @@ def reinforce_plus_plus(
 ) -> list[np.ndarray]:
     """Computes (A_t - mean) / (std + std_floor), A_t = r - sum of penalties from t on, as float32 [completion length].
 
-    One array per sample. Mean and population deviation (n) are those of all tokens of the step (REINFORCE++,
-    arXiv:2501.03262, global normalisation). With `num_generations` the group's mean is subtracted from r first, as in
-    its variant with a baseline. `penalties` float [completion length] per sample, beta times the KL estimate of each
-    token; samples outside of `sample_mask` (bool [samples]) do not count in mean and deviation. Raises ValueError on
-    NaN.
+    One array per sample. The mean and the standard deviation (divided by n) are over all tokens of the step
+    (REINFORCE++, arXiv:2501.03262, global normalisation). With `num_generations` the group's mean is subtracted from r
+    first, as in its variant with a baseline. `penalties` float [completion length] per sample are beta times each
+    token's KL estimate; samples outside of `sample_mask` (bool [samples]) do not count in mean and deviation. Raises
+    ValueError on NaN.
     """
     centred = _groups(rewards, num_generations or 1)
     if num_generations is not None:
@@ -234,15 +235,15 @@ def distilled(
 ) -> np.ndarray:
     """Computes A_t + coef (log nu(y_t) - log pi(y_t)) as float32 [tokens] of one sample.
 
-    pi is the policy that drew the sample and nu the teacher: the expected gradient is that of the reverse KL of each
-    token's distribution, the on-policy case of GKD (arXiv:2306.13649, equation 4 with beta 1).
+    pi is the policy that sampled, nu the teacher. The expected gradient is that of each token's reverse KL, the
+    on-policy case of GKD (arXiv:2306.13649, equation 4 with beta 1).
     """
     gap = teacher_logps.astype(np.float64) - logps.astype(np.float64)
     return (advantages + coef * gap).astype(np.float32)
 
 
 def zero_std_groups(rewards: np.ndarray, num_generations: int) -> np.ndarray:
-    """Returns bool [groups]: True where all rewards of a group are equal, so that there is nothing to learn from it."""
+    """Returns bool [groups]: whether all rewards of a group are equal, so that it has no gradient."""
     groups = rewards.reshape(-1, num_generations)
     return (groups == groups[:, :1]).all(axis=1)
 

@@ -1,20 +1,20 @@
-"""Deals a row's columns out to the ranks of context parallelism: to all as many, which attend to as much. Pure."""
+"""Splits a row's columns over the cp ranks, equally many for each, and balances their attention costs. Pure."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Columns that stay together at most, as attention takes several queries at a time, and blocks of each rank at least.
+# The largest block of consecutive columns (attention tiles queries), and the least number of blocks per rank.
 BLOCK, BLOCKS_A_RANK = 32, 8
-# A rank's columns of a row are multiples of it, so that blocks are of a useful size.
+# A rank's number of columns per row is a multiple of it, which keeps blocks from being tiny.
 COLUMNS_A_RANK = 16
 
 
 def deal_columns(spans: np.ndarray, num_ranks: int) -> np.ndarray:
     """Returns int32 [num_ranks, T / num_ranks], the columns of each rank in ascending order.
 
-    `spans` [T, 3] are a row's (backend/kernels/contract.py), and say how many keys each column sees. Blocks of columns
-    are dealt in rounds of one for each rank, from the costliest on, the first of a round to whoever has least so far.
+    `spans` int32 [T, 3] (backend/kernels/contract.py) determine how many keys each column attends to. Blocks of columns
+    are assigned in rounds of one per rank, most expensive blocks first, and within a round the least loaded rank first.
     """
     length = len(spans)
     block = _block_size(length // num_ranks)

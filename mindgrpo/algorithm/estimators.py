@@ -1,4 +1,4 @@
-"""Declares every advantage estimator: how it makes advantages of rewards, what it needs of a step, and its keys."""
+"""Declares the advantage estimators: how each computes advantages from rewards, its inputs, and its keys."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mindgrpo.settings.section import NULL_IS_DEFAULT, spelled
 
 @dataclass(frozen=True)
 class Earned:
-    """What a step's samples earned: float [samples] `rewards`, and int [samples] `lengths` that the policy wrote.
+    """Inputs of estimators: `rewards` float [samples], and `lengths` int [samples], the policy's own tokens.
 
-    `components` are (weight, float [samples]) of each reward function, `greedy` float [groups] the rewards of greedy
-    completions and `baselines` float [samples] those of roles; None where the estimator needs none.
+    `components` are (weight, float [samples]) for each reward function, `greedy` float [groups] the rewards of greedy
+    completions, `baselines` float [samples] those of the samples' roles; None if the estimator needs none.
     """
 
     rewards: np.ndarray
@@ -32,12 +32,12 @@ class Earned:
 
 @dataclass(frozen=True)
 class Estimator:
-    """What a value of rl_config.advantage_estimator stands for; `title` says to users what is subtracted.
+    """The definition of a value of rl_config.advantage_estimator; `title` is the baseline in words, for users.
 
-    `advantages` float32 [samples] of what they earned; None: each token has its own, from the mean over the step's
-    tokens. `scales` are the scale_rewards that it is defined with, the first one its paper's. `compares`: it compares
-    the samples of a group, which has to have several. `needs_greedy`: the reward of a greedy completion of each prompt;
-    `needs_baselines`: the moving average of the sample's role; `by_function`: the rewards of each function.
+    `advantages` maps `Earned` to float32 [samples]; None: advantages are per token, normalised over the step's tokens.
+    `scales` are the supported scale_rewards, the paper's first. `compares`: groups need several samples. The other
+    flags are required inputs: `needs_greedy`, the reward of a greedy completion of each prompt; `needs_baselines`, the
+    moving average of the sample's role; `by_function`, the rewards of each function.
     """
 
     title: str
@@ -115,14 +115,14 @@ ESTIMATORS = {
         ("batch",),
         by_function=True,
     ),
-    "maxrl": Estimator("mean of the group, which is the divisor too", _maxrl),
+    "maxrl": Estimator("mean of the group, by which the result is also divided", _maxrl),
     "opo": Estimator("mean of the group weighted by length", _opo),
     "pass_at_k": Estimator(
-        "the second best of the group, for the best one only", _pass_at_k, ("group", "none")
+        "second-best reward of the group, for the best sample only", _pass_at_k, ("group", "none")
     ),
     "gpg": Estimator("mean of the group", _gpg),
     "remax": Estimator(
-        "the reward of a greedy completion, one more of each prompt, which is not trained on",
+        "reward of an extra greedy completion of the prompt, which is not trained on",
         _remax,
         compares=False,
         needs_greedy=True,
@@ -154,7 +154,7 @@ def _of_papers() -> str:
 
 
 class AlgorithmConfig(LossConfig):
-    """The keys of `rl_config` that choose the algorithm: the loss's, and those of advantages, masks and corrections."""
+    """The keys of `rl_config` that define the algorithm: loss, advantages, masks and corrections."""
 
     num_generations: int = Field(8, ge=1)
     """completions per prompt (group size)"""
@@ -166,10 +166,10 @@ class AlgorithmConfig(LossConfig):
         + "; ".join(f"{name}: {own.title}" for name, own in ESTIMATORS.items()),
     )
     role_column: str | None = None
-    """column of the rows that names the role whose baseline rae uses, such as a game and a player; null: one baseline
-    for all rows"""
+    """data set column with the name of each row's role, such as a game and a player; rae keeps one baseline per role;
+    null: one baseline for all rows"""
     role_baseline_ema_gamma: Annotated[float, NULL_IS_DEFAULT] = Field(0.95, ge=0, lt=1)
-    """share that rae's baseline keeps of itself when it moves by a sample's reward"""
+    """decay of rae's baseline: after each sample it is this times the baseline + (1 - this) times the reward"""
     # Users of other trainers write true for the group's deviation and false for none.
     scale_rewards: Annotated[Literal["group", "batch", "none"] | None, spelled("group", "none")] = (
         Field(
@@ -189,21 +189,21 @@ class AlgorithmConfig(LossConfig):
     mask_equal_groups: bool = False
     """exclude groups whose rewards are all equal from the loss and its averages (ScaleRL's zero-variance filter)"""
     no_positive_resampling: float | None = Field(None, gt=0, le=1)
-    """do not draw a prompt again once so large a share of its samples, such as 0.9, has a reward of eval_pass_threshold
-    at least (ScaleRL); once no prompt is left, all are drawn again. max_steps and epochs count as without it; null:
-    off"""
+    """stop drawing a prompt once at least this fraction of its samples, such as 0.9, has a reward of at least
+    eval_pass_threshold (ScaleRL); once no prompt is left, all are drawn again. The number of steps does not change;
+    null: off"""
     dynamic_sampling: bool = False
     """replace groups whose rewards are all equal (zero advantage) with groups of new prompts"""
     dynamic_sampling_rounds: Annotated[int, NULL_IS_DEFAULT] = Field(3, ge=1, le=100)
     """maximum number of rounds of replacement per step"""
     rejection_geometric_low: float | None = Field(None, gt=0, le=1)
-    """leave out samples whose geometric mean of p_trainer / p_generator is below, such as 0.99; null: off"""
+    """reject samples whose geometric mean of p_trainer / p_generator is below this, such as 0.99; null: off"""
     rejection_geometric_high: float | None = Field(None, ge=1)
-    """leave out samples whose geometric mean of p_trainer / p_generator is above, such as 1.01; null: off"""
+    """reject samples whose geometric mean of p_trainer / p_generator is above this, such as 1.01; null: off"""
     rejection_k3: float | None = Field(None, gt=0)
-    """leave out samples whose mean k3 divergence of trainer and generator is above; null: off"""
+    """reject samples whose mean k3 divergence of trainer and generator is above this; null: off"""
     rejection_veto: float | None = Field(None, gt=0, lt=1)
-    """leave out samples with a token of which p_trainer / p_generator is below, such as 1e-4; null: off"""
+    """reject samples with any token whose p_trainer / p_generator is below this, such as 1e-4; null: off"""
     turn_advantages: bool = False
     """compute an advantage for each turn from the environment's rewards of this and later turns; false: one advantage
     per conversation, from the sum of its rewards"""
@@ -223,17 +223,17 @@ class AlgorithmConfig(LossConfig):
 
     @property
     def resampling_rounds(self) -> int:
-        """Returns the maximum of replacement rounds a step; 0 without dynamic sampling."""
+        """Returns the maximum number of replacement rounds per step; 0 without dynamic sampling."""
         return self.dynamic_sampling_rounds if self.dynamic_sampling else 0
 
     @property
     def rejects(self) -> bool:
-        """Returns whether samples are left out by how differently trainer and generator rate them."""
+        """Returns whether samples are rejected because of the mismatch between trainer and generator."""
         return any(getattr(self, name) is not None for name in REJECTIONS)
 
     @property
     def needing_trainers(self) -> list[str]:
-        """Returns keys that compare the trainer's log-probs before its first update with others."""
+        """Returns the active keys that need the trainer's log-probs before the first update."""
         named = [name for name in REJECTIONS if getattr(self, name) is not None]
         if self.kl_in_reward:
             named.append("kl_in_reward")

@@ -1,6 +1,6 @@
-"""Computes losses on host arrays: token weights, the metrics of an update, and a reference for the graph's loss.
+"""Computes token weights, an update's metrics, and the reference value of the graph's loss, in pure numpy.
 
-Pure numpy. The graph that is differentiated is in training/stage_graphs.py; `policy_loss` computes the same value.
+The differentiated graph is in training/stage_graphs.py; `policy_loss` computes the same value.
 """
 
 from __future__ import annotations
@@ -31,20 +31,19 @@ def token_weights(
     groups: Sequence[int] | np.ndarray | None = None,
     max_tokens: int = 1,
 ) -> np.ndarray:
-    """Returns float32 [samples], the weight in the loss of each token of a sample, over the whole of an update.
+    """Returns float32 [samples]: the weight of each of a sample's tokens in the update's loss.
 
-    With N samples, `lengths` |o_i| being the tokens of each that the policy wrote:
+    With N samples and `lengths` |o_i|, the number of the policy's own tokens in each:
       sample_mean   1 / (N |o_i|)                  DeepSeekMath, arXiv:2402.03300, equation 3
       token_mean    1 / sum_j |o_j|                DAPO, arXiv:2503.14476, equation 12
       sample_sum    1 / N                          LUSPO, arXiv:2602.05261
       constant      1 / (N L)                      Dr. GRPO, arXiv:2503.20783, section 3.2, L = max_tokens
       prompt_mean   1 / (P sum_{j of i's group} |o_j|)   ScaleRL, arXiv:2510.13786, of P groups
 
-    N counts the empty samples too, and all micro-batches and ranks, so neither packing nor layout changes the loss;
-    bnpo's local batch is the update for the same reason. Samples outside of `sample_mask` (bool [samples]; DAPO's
-    over-long filtering, section 3.4) weigh nothing and count neither in N, in P nor in a sum. `groups` int [samples]
-    says which samples have one prompt; None: each has its own. Of a group that several updates share, each counts its
-    samples.
+    N includes empty samples and covers all micro-batches and ranks, so that neither packing nor layout changes the
+    loss; for the same reason bnpo's local batch is the whole update. Samples outside of `sample_mask` (bool [samples];
+    DAPO's overlong filtering, section 3.4) have weight 0 and count in no N, P or sum. `groups` int [samples] are the
+    samples' prompts; None: each sample has its own. If several updates share a group, each counts its own samples.
     """
     sizes = np.asarray(lengths, np.float64)
     mask = np.ones(sizes.size) if sample_mask is None else np.asarray(sample_mask, np.float64)
@@ -66,7 +65,7 @@ def token_weights(
 
 
 def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
-    """Estimates KL(policy || reference) of each token, from tokens that the policy drew.
+    """Estimates KL(policy || reference) of each token, sampled by the policy; float, as the inputs.
 
     With d = logp - ref: k1 = d, unbiased; k2 = d^2 / 2; k3 = exp(-d) + d - 1 >= 0, unbiased (J. Schulman,
     "Approximating KL divergence", 2020; k3: arXiv:2402.03300, equation 4).
@@ -82,11 +81,10 @@ def kl_estimate(logps: np.ndarray, reference: np.ndarray, estimator: str) -> np.
 def has_gradient(
     advantages: Sequence[np.ndarray] | np.ndarray, weights: np.ndarray, loss_config: LossConfig
 ) -> np.ndarray:
-    """Returns bool [samples]: whether a sample's term of `policy_loss` depends on the policy at all.
+    """Returns bool [samples]: whether a sample's term of `policy_loss` has a gradient.
 
-    It does not without a weight, nor with advantages 0 (a group of equal rewards) unless KL, entropy or a penalty is in
-    the loss.
-    `advantages` holds a number or float [completion length] per sample.
+    It has none with weight 0, nor with advantages 0 (a group of equal rewards) unless the loss has a KL, entropy or
+    penalty term. `advantages` holds a number or float [completion length] per sample.
     """
     weighted = weights > 0
     if loss_config.loss_beta > 0 or loss_config.entropy_coef > 0 or loss_config.penalises:
@@ -98,9 +96,9 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
     """Computes the loss sum_t w_t (-f_t S_t + f_t c_t |log rho_t| + beta KL_t - c H_t).
 
     S is the surrogate (surrogates.py), f the importance weight that corrects for the generator, c_t the penalty of
-    kl_cov (token_selection.py), H the entropy. `held` float [tokens] are log-probs to use where the loss has
-    stop-gradients, for finite differences; None: the policy's. S is 0 where A < 0 and the mean of -log rho over the
-    sample is above off_policy_mask_threshold, and with unbiased_kl KL_t is multiplied by rho_t (DeepSeek-V3.2,
+    kl_cov (token_selection.py), H the entropy. `held` float [tokens] replace the log-probs under stop-gradients, for
+    finite differences; None: the policy's. The surrogate and penalty are 0 where A < 0 and the sample's mean of
+    -log rho is above off_policy_mask_threshold; with unbiased_kl, KL_t is multiplied by rho_t (DeepSeek-V3.2,
     arXiv:2512.02556, section 3.1).
     """
     held = tokens.logps if held is None else held
@@ -122,17 +120,16 @@ def policy_loss(tokens: Tokens, loss_config: LossConfig, held: np.ndarray | None
 
 
 def off_policy(tokens: Tokens, threshold: float, held: np.ndarray) -> np.ndarray:
-    """Returns bool [tokens]: those of samples that off_policy_mask_threshold leaves out; `held` as of policy_loss."""
+    """Returns bool [tokens]: tokens of samples masked by `threshold` (off_policy_mask_threshold); see `policy_loss`."""
     drift = sample_means(tokens.old - held, tokens.lengths)
     return np.asarray((tokens.advantages < 0) & (drift > threshold))
 
 
 def clipped(tokens: Tokens, loss_config: LossConfig) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two bool [tokens]: whether the lower, or the upper, end of the clip decided a token's term.
+    """Returns two bool [tokens]: whether a token was clipped at the lower, and at the upper bound.
 
-    With ratios of whole samples two bool [samples], of the samples that have tokens: a sample is clipped as one.
-    For cispo: whether the weight was clipped. For dppo: whether the token was left out. The bound of delta or dual_clip
-    counts as an upper end.
+    With importance ratios per sample, returns two bool [samples with tokens] instead. For cispo: whether the weight was
+    clipped; for dppo: whether the token was dropped. The bound of delta or dual_clip counts as upper.
     """
     surrogate = LOSS_TYPES[loss_config.loss_type].surrogate
     if surrogate is dppo:

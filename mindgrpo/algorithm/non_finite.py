@@ -1,4 +1,4 @@
-"""Finds the first number of a step that is not finite and names what it belongs to. Pure; nothing is repaired."""
+"""Finds the first non-finite number of a step and names its source. Pure; nothing is repaired."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mindgrpo.algorithm.sample import Arrays, Rollout, TrainBatch
 
 @dataclass(frozen=True)
 class NonFinite:
-    """`name` in a user's words; `sample` (and `token`, both from 0) where it is a sample's; `value` nan or +-inf."""
+    """A non-finite `value` in the quantity `name`, of `sample` and `token` (from 0) if it belongs to any."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class NonFinite:
 
 
 class NonFiniteUpdate(RuntimeError):
-    """An update was not made because `rank` has a number that is not finite; raised on every rank alike."""
+    """Raised on every rank, instead of an update, if `rank` has a non-finite number."""
 
     def __init__(self, number: NonFinite, rank: int) -> None:
         super().__init__(f"{number}; the update was not made")
@@ -34,7 +34,7 @@ class NonFiniteUpdate(RuntimeError):
 
 
 def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | None:
-    """Finds a number that is not finite in arrays of any shape; None if there is none."""
+    """Returns the first non-finite number in named arrays of any shape, None if there is none."""
     for name, values in named:
         array = np.asarray(values)
         bad = ~np.isfinite(array)
@@ -46,7 +46,7 @@ def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | No
 def in_rollout(
     rollout: Rollout, rewards: np.ndarray, reference: Arrays | None, old: Arrays | None
 ) -> NonFinite | None:
-    """Finds a number that is not finite in what precedes advantages: `rewards` float [samples] and log-probs."""
+    """Returns the first non-finite number in the inputs of advantages: log-probs and `rewards` float [samples]."""
     return _first(
         _by_token("the generator's log-probs", rollout.generator_logps),
         _by_sample("rewards", rewards),
@@ -56,7 +56,7 @@ def in_rollout(
 
 
 def in_logps(logps: Mapping[int, np.ndarray]) -> NonFinite | None:
-    """Finds a number that is not finite in the policy's log-probs by sample, float [completion length] each."""
+    """Returns the first non-finite number in the policy's log-probs by sample, float [completion length] each."""
     order = sorted(logps)
     number = _first(_by_token("the policy's log-probs", [logps[i] for i in order]))
     if number is None or number.sample is None:
@@ -65,7 +65,7 @@ def in_logps(logps: Mapping[int, np.ndarray]) -> NonFinite | None:
 
 
 def in_batch(batch: TrainBatch) -> NonFinite | None:
-    """Finds a number that is not finite in the batch's advantages and weights."""
+    """Returns the first non-finite number in the batch's advantages and importance weights."""
     return _first(
         _by_sample("advantages", batch.advantages),
         _by_token("advantages", batch.token_advantages),

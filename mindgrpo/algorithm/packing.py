@@ -1,8 +1,8 @@
-"""Packs samples into fixed rows and rows into micro-batches, and puts per-token results back in order of samples. Pure.
+"""Packs samples into rows of fixed length and rows into micro-batches; scatters per-token results to samples. Pure.
 
-A row holds bundles: a prompt once, then the completions of several of its samples. Samples share a prompt where its
-token ids are equal, whatever their groups are. A sample's last token predicts nothing and is left out. No sample is cut
-or dropped.
+A row holds bundles: a prompt once, followed by the completions of several of its samples. Samples with equal prompt
+tokens share a prompt, whatever their groups. A sample's last token predicts nothing and is not an input. No sample is
+truncated or dropped.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mindgrpo.algorithm.sample import Arrays, Rollout
 from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.errors import UserError
 
-# Heads run over this many sizes at most, each a compile of its own.
+# The number of different sizes [picks] of the head's input, each of which needs a compilation.
 PICK_BUCKETS = 4
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Sample `sample`: its prompt's first column and length, and where its `completion` - 1 own tokens start."""
+    """A sample's columns in its row: the prompt's first and length, and the first of its `completion` - 1 inputs."""
 
     sample: int
     prompt_start: int
@@ -34,13 +34,13 @@ class Placed:
 
     @property
     def columns(self) -> np.ndarray:
-        """int [completion]: the columns that predict the completion's tokens."""
+        """Returns int [completion]: the columns that predict the completion's tokens."""
         own = np.arange(self.start, self.start + max(0, self.completion - 1))
         return np.concatenate([[self.prompt_start + self.prompt - 1], own])[: self.completion]
 
     @property
     def inputs(self) -> np.ndarray:
-        """int [prompt + completion - 1]: the columns of the prompt, then of the sample's own tokens."""
+        """Returns int [prompt + completion - 1]: the columns of the prompt and of the completion's inputs."""
         own = np.arange(self.start, self.start + max(0, self.completion - 1))
         return np.concatenate([np.arange(self.prompt_start, self.prompt_start + self.prompt), own])
 
@@ -50,10 +50,11 @@ PackedRow = tuple[Placed, ...]
 
 @dataclass(frozen=True)
 class MicroShape:
-    """`rows` x `length` tokens a micro-batch; at most `max_per_row` samples a row, None for as many as fit.
+    """The shape of a micro-batch: `rows` x `length` tokens, at most `max_per_row` samples a row (None: any number).
 
-    Of a rank's tokens `picks` predict at most; None for a part of all that holds what is needed. `length` is a multiple
-    of `unit`, so that tokens divide among ranks. Each of `context_ranks` has as many of a row's columns.
+    At most `picks` of a rank's tokens predict; None: as many as needed, rounded up to a bucket. `length` is a multiple
+    of `unit`, so that tokens divide among ranks. Each of `context_ranks` cp ranks has length / context_ranks columns of
+    a row.
     """
 
     rows: int
@@ -65,13 +66,13 @@ class MicroShape:
 
     @property
     def tokens(self) -> int:
-        """Counts a rank's own tokens of a micro-batch."""
+        """Returns the number of a rank's own tokens in a micro-batch."""
         return self.rows * self.length // self.context_ranks
 
 
 @dataclass
 class _Bundle:
-    """Samples of one prompt, each with its cost in columns, longest first."""
+    """Samples of one prompt, as (sample, columns) pairs, longest first."""
 
     prompt: int
     samples: list[tuple[int, int]]
@@ -85,11 +86,11 @@ class _Bundle:
 
     @property
     def picks(self) -> int:
-        """Returns the predicting positions: one more a sample than it has columns, as the prompt's last has several."""
+        """Returns the number of predicting positions: each sample's columns, and the prompt's last once per sample."""
         return sum(cost + 1 for _, cost in self.samples)
 
     def split(self, room: int, most: int, picks: int) -> _Bundle:
-        """Takes out the longest samples that fit `room`, at most `most`, as a bundle, which may be empty."""
+        """Removes the longest samples that fit, at most `most`, and returns them as a bundle, which may be empty."""
         taken: list[tuple[int, int]] = []
         left: list[tuple[int, int]] = []
         room -= self.prompt
@@ -105,7 +106,7 @@ class _Bundle:
 
 
 def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[PackedRow, ...]:
-    """Packs `members` into few rows: a row takes the largest bundles that fit, then the part of one that fills it best.
+    """Packs `members` into few rows: greedily the largest bundles that fit, then as much of one as fits.
 
     Raises UserError for a sample that is longer than a row.
     """
@@ -116,7 +117,7 @@ def pack(rollout: Rollout, members: Sequence[int], shape: MicroShape) -> tuple[P
         row: list[Placed] = []
         used = 0
         while len(row) < limit:
-            # No row predicts more than it has columns, so that as many picks always suffice.
+            # Keeps a row's predicting positions within its number of columns, so that as many picks always suffice.
             picks = shape.length - sum(placed.completion for placed in row)
             bundle = _take(waiting, shape.length - used, limit - len(row), picks)
             if bundle is None:
@@ -151,7 +152,7 @@ def _bundles(rollout: Rollout, members: Sequence[int], row_length: int) -> list[
 
 
 def _take(waiting: list[_Bundle], room: int, most: int, picks: int) -> _Bundle | None:
-    """Takes the largest bundle that fits whole, else as much of one as fits; None if none fits."""
+    """Removes and returns the largest bundle that fits, or else a part of one; None if no sample fits."""
     waiting.sort(key=lambda b: (-b.cost, b.samples[0]))
     for index, bundle in enumerate(waiting):
         if bundle.fits(room, most, picks):
@@ -165,9 +166,9 @@ def _take(waiting: list[_Bundle], room: int, most: int, picks: int) -> _Bundle |
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a rank predicts of a sample: completion tokens `offsets`, at `picks` of its predicting positions.
+    """The completion tokens `offsets` int [n] of a sample that this rank predicts, at `picks` of its [M] positions.
 
-    The sample is number `index` of the micro-batch's; `share` is one over all of its action tokens.
+    `index` is the sample's number in the micro-batch; `share` is 1 / (its number of action tokens).
     """
 
     sample: int
@@ -179,13 +180,12 @@ class Predicted:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank computes of rows of T columns, L of them its own: `columns` int32 [G, R, L] are those of each of G
-    ranks that share the rows. L = T without context parallelism.
+    """A rank's inputs of R packed rows of T columns, of which a rank of G cp ranks has L = T / G columns.
 
     int32: `tokens` [R, L]; `positions` [R, T] and `spans` [R, T, 3] (backend/kernels/contract.py) of whole rows;
-    `picks` [M], the positions among R * L that predict, -1 on padding, and `labels` [M], what comes after them.
-    `actions` bool [M] says which labels the policy wrote; padding is none. `arrays` [R, L, ...] are the declared
-    per-token arrays that are inputs. This rank is number `part` of the G.
+    `columns` [G, R, L], the columns of each of the G ranks, of which this is rank `part`; `picks` [M], the predicting
+    positions among the R * L, -1 on padding, and `labels` [M], the tokens they predict. `actions` bool [M] marks labels
+    that the policy generated, False on padding. `arrays` [R, L, ...] are the per-token arrays declared as inputs.
     """
 
     rows: tuple[PackedRow, ...]
@@ -206,12 +206,12 @@ class MicroBatch:
         return self.columns[self.part]
 
     def own(self, whole: np.ndarray) -> np.ndarray:
-        """Takes what `whole` [R, T, ...] has of this rank's tokens: [R L, ...]."""
+        """Selects this rank's columns of `whole` [R, T, ...]: [R * L, ...]."""
         own = whole[np.arange(len(whole))[:, None], self.own_columns]
         return own.reshape(-1, *whole.shape[2:])
 
     def spread(self, values: Arrays | np.ndarray) -> np.ndarray:
-        """Spreads per-sample scalars or per-token arrays over the predicting positions: float32 [M], 0 on padding."""
+        """Returns per-sample scalars or [completion length] arrays at the picks: float32 [M], 0 on padding."""
         out = np.zeros(self.picks.shape, np.float32)
         for own in self.predicted:
             of_sample = values[own.sample]
@@ -219,9 +219,9 @@ class MicroBatch:
         return out
 
     def gather(self, values: np.ndarray) -> dict[int, np.ndarray]:
-        """Splits [M] values of the predicting positions into arrays [completion length] by sample.
+        """Scatters [M] values at the picks into arrays [completion length] by sample.
 
-        They are 0 for tokens that other ranks predict, so that sums over the ranks are whole.
+        Tokens that other cp ranks predict are 0, so that a sum over the ranks completes them.
         """
         whole = {
             placed.sample: np.zeros(placed.completion, values.dtype)
@@ -233,10 +233,9 @@ class MicroBatch:
         return whole
 
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays [M]: int32, the number of each position's sample among the micro-batch's, below G * M;
-        float32, one over its action tokens.
+        """Returns each pick's sample index in the micro-batch, int32 [M], and 1 / its action tokens, float32 [M].
 
-        A padding position has a number that no sample has, and 0.
+        Padding has the index G * M - 1, which no sample has, and 0.
         """
         most = len(self.columns) * self.picks.size
         numbers = np.full(self.picks.size, most - 1, np.int32)
@@ -247,12 +246,12 @@ class MicroBatch:
 
 
 def num_micro_batches(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
-    """Counts the micro-batches of each of `num_shares` data-parallel ranks; one at least."""
+    """Returns the number of micro-batches on each of `num_shares` data-parallel ranks, at least 1."""
     return max(1, -(-len(rows) // (shape.rows * num_shares)))
 
 
 def most_picks(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) -> int:
-    """Returns the most predicting positions of any rank's micro-batch."""
+    """Returns the largest number of predicting positions in any rank's micro-batch."""
     return max(
         int(sum((_picks_by_rank(row, shape) for row in batch), np.zeros(1, np.int64)).max())
         for share in range(num_shares)
@@ -261,7 +260,7 @@ def most_picks(rows: Sequence[PackedRow], shape: MicroShape, num_shares: int) ->
 
 
 def _picks_by_rank(row: PackedRow, shape: MicroShape) -> np.ndarray:
-    """Counts a row's predicting positions on each of the ranks that share it."""
+    """Returns the number of a row's predicting positions on each cp rank, int [G]."""
     if shape.context_ranks == 1:
         return np.array([sum(placed.completion for placed in row)])
     owners, _ = _places(deal_columns(_spans_of(row, shape.length), shape.context_ranks))
@@ -271,7 +270,7 @@ def _picks_by_rank(row: PackedRow, shape: MicroShape) -> np.ndarray:
 
 
 def _places(columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns which rank has each column of a row, and which of its own it is, of `columns` [G, L]."""
+    """Inverts `columns` [G, L] of a row: returns each column's rank and its index on that rank, int64 [T] each."""
     owners, places = np.empty(columns.size, np.int64), np.empty(columns.size, np.int64)
     ranks = np.arange(len(columns))[:, None]
     owners[columns], places[columns] = ranks, np.arange(columns.shape[1])
@@ -300,11 +299,10 @@ def micro_batches(
     share: int,
     part: int = 0,
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of data-parallel rank `share` of `num_shares`, of which this is rank `part` of context
-    parallelism.
+    """Returns the micro-batches of data-parallel rank `share` of `num_shares`, as inputs of its cp rank `part`.
 
-    Every rank gets equally many, padded with empty rows. All have as many picks as `shape` says, or the most that any
-    rank needs, rounded up to a bucket.
+    All ranks get the same number of them, padded with empty rows, and of the same picks: as `shape` says, or the most
+    that any rank needs, rounded up to a bucket. Raises ValueError if `shape` has too few picks.
     """
     need, picks = most_picks(rows, shape, num_shares), shape.picks
     if picks is None:
@@ -371,9 +369,9 @@ def _arrays(
 
 
 class PackedRollout:
-    """A rollout in rows and micro-batches; what was packed once is returned again to whoever computes on it next.
+    """Packs a rollout into rows and micro-batches, with a cache for the phases that need the same ones.
 
-    `members` are the samples to pack, None for all; the other arguments are those of `pack` and `micro_batches`.
+    `members` are the samples to pack, None for all; other arguments are those of `pack` and `micro_batches`.
     """
 
     def __init__(self, rollout: Rollout) -> None:
@@ -399,7 +397,7 @@ class PackedRollout:
 
 
 def padding_share(rows: Sequence[PackedRow], num_tokens: int) -> float:
-    """Returns the share of the graphs' `num_tokens` positions that hold no token of a sample or prompt."""
+    """Returns the fraction of the graphs' `num_tokens` positions that are padding."""
     used = 0
     for row in rows:
         prompts = {placed.prompt_start: placed.prompt for placed in row}

@@ -1,6 +1,6 @@
-"""What several samples a prompt say about a policy: mean@n with its standard error, and pass@k. Pure numpy.
+"""Statistics of several samples per prompt: mean@n with its standard error, and pass@k. Pure numpy.
 
-A sample that is nan was not scored and is left out of its prompt.
+A value of nan means that the sample was not scored; it is excluded.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Computes 1 - C(n - c, k) / C(n, k): the chance that k of n samples drawn without replacement hold a passed one.
+    """Computes 1 - C(n - c, k) / C(n, k): the probability that k of n samples include one of the c that passed.
 
-    Equation 1 of Chen et al. 2021, arXiv:2107.03374, as the product that neither overflows nor cancels. Unbiased for
-    1 - (1 - p)^k, which 1 - (1 - c/n)^k is not. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    Equation 1 of Chen et al. 2021, arXiv:2107.03374, as a product that neither overflows nor cancels. It is an unbiased
+    estimate of 1 - (1 - p)^k, unlike 1 - (1 - c/n)^k. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
     """
     if not 1 <= k <= num_samples or not 0 <= num_passed <= num_samples:
         raise ValueError(f"pass@{k} of {num_samples} samples, {num_passed} of them passed")
@@ -33,11 +33,11 @@ def reported_ks(num_samples: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """One reward function over an evaluation. `mean` is over all samples that it scored, `mean_at_n` over the means
-    of prompts, and `error` the latter's standard error: prompts are what was drawn, samples of one belong together.
+    """Results of one reward function: `mean` over scored samples, `mean_at_n` over the prompts' means.
 
-    `pass_at` has pass@k by k over the prompts with k scored samples or more. None: nothing scored, or for `error` fewer
-    than two prompts.
+    `error` is the standard error of `mean_at_n`, over prompts, because samples of a prompt are not independent.
+    `pass_at` is pass@k by k, over prompts with at least k scored samples. Values are None if nothing was scored,
+    `error` also with fewer than two prompts.
     """
 
     num_scored: int
@@ -49,9 +49,9 @@ class PromptScores:
 
 
 def summarise(values: np.ndarray, groups: Sequence[int], threshold: float) -> PromptScores:
-    """Summarises `values` float64 [samples], nan where not scored, by prompt: `groups` holds each sample's.
+    """Summarises `values` float64 [samples], nan where not scored; `groups` are the samples' prompts.
 
-    A sample has passed where its value is at least `threshold`.
+    A sample has passed if its value is at least `threshold`.
     """
     prompts, of = np.unique(np.asarray(groups, np.int64), return_inverse=True)
     known = ~np.isnan(values)

@@ -1,6 +1,4 @@
-"""Importance weights that correct for a generator whose probabilities are not quite the trainer's, and the samples
-that none of them corrects. Pure numpy.
-"""
+"""Importance weights that correct for the mismatch between generator and trainer, and rejection of samples. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +11,16 @@ from mindgrpo.algorithm.estimators import AlgorithmConfig
 from mindgrpo.algorithm.exponentials import exp
 from mindgrpo.algorithm.sample import Arrays
 
-# In metrics a ratio counts at most so much: the product over a long sample may be beyond every float.
+# The cap of ratios in metrics: the product over a long sample may overflow.
 LARGEST_RATIO = math.exp(20.0)
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """`weights` float32 [completion length] per sample; the other figures are of the ratios before the cap.
+    """Importance `weights`, float32 [completion length] per sample, and statistics of the ratios before clamping.
 
-    `mean` and `largest` are over the tokens that the policy wrote, each with its sample's ratio at sequence level and
-    counted as LARGEST_RATIO at most; `capped` is the share of these whose ratio is above the cap or below the floor.
+    The statistics are over the policy's own tokens, each with its sample's ratio at sequence level, limited to
+    LARGEST_RATIO: their `mean`, the `largest`, and `capped`, the fraction above the cap or below the floor.
     """
 
     weights: list[np.ndarray]
@@ -39,7 +37,7 @@ def correct_rollout(
     cap: float,
     floor: float = 0.0,
 ) -> RolloutCorrection:
-    """Computes weights of the policy's term: rho_t = p_trainer(o_t) / p_generator(o_t), at most `cap`, or 0 above it.
+    """Computes the policy term's weights from rho_t = p_trainer(o_t) / p_generator(o_t), truncated or masked by `mode`.
 
     token_truncate: min(rho_t, C) (F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", 2025). sequence_*: rho is the product over the sample, the same for all its tokens (J. Liu et al.,
@@ -75,12 +73,12 @@ def correct_rollout(
 def rejected_samples(
     trainer: Arrays, generator: Arrays, action_mask: Arrays, config: AlgorithmConfig
 ) -> np.ndarray:
-    """Returns bool [samples]: those that trainer and generator rate too differently to learn from.
+    """Returns bool [samples]: whether to reject a sample because generator and trainer disagree too much about it.
 
-    With d_t = log p_trainer(o_t) - log p_generator(o_t) of a sample's tokens: where exp(mean of d) is outside of
-    rejection_geometric_low and _high (geometric sequence masking, J. Liu et al., "When Speed Kills Stability", 2025);
-    where the mean of exp(d) - 1 - d, k3 of their divergence, is above rejection_k3; or where some exp(d_t) is below
-    rejection_veto. Arguments as of `correct_rollout`; a bound that is None rejects nothing.
+    With d_t = log p_trainer(o_t) - log p_generator(o_t), a sample is rejected if exp(mean of d) is outside of
+    rejection_geometric_low and _high (geometric sequence masking, J. Liu et al., "When Speed Kills Stability", 2025),
+    if the mean of exp(d) - 1 - d (the k3 estimate) is above rejection_k3, or if any exp(d_t) is below rejection_veto.
+    Arguments as in `correct_rollout`; bounds of None reject nothing.
     """
     low, high = config.rejection_geometric_low, config.rejection_geometric_high
     rejected = []

@@ -1,7 +1,7 @@
-"""A sample from its prompt to its loss: one conversation, a step's samples, and what they are trained on.
+"""Data structures from prompt to loss: a request, a sample (conversation), a step's rollout, its training batch.
 
-Token ids travel with their lengths, finish reasons and masks, so no mask is ever read off a token's value. Arrays with
-an entry for each token are those of token_arrays.py.
+Token ids travel with lengths, finish reasons and masks, so that no mask is ever inferred from token values. Per-token
+arrays are declared in token_arrays.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Messages = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True)
 class Request:
-    """`samples` are the global numbers of the completions wanted of `prompt` int32 [n]; they choose the noise.
+    """Requests completions of `prompt` int32 [n]; `samples` are their global numbers, which select the noise.
 
-    `max_tokens` limits each sample by itself; None takes the settings' limit for all.
+    `max_tokens` is a limit per sample; None: the sampling settings' limit for all.
     """
 
     prompt: np.ndarray
@@ -35,12 +35,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample number `number` of a rollout: `tokens` int32 [n] after `prompt` int32 [m].
+    """Sample `number` of a rollout: completion `tokens` int32 [n] after `prompt` int32 [m].
 
-    `action_mask` bool [n] says which tokens the policy wrote: those of tools and of templates are context (no loss, no
-    advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. Without a `finish_reason` the sample is unfinished. Of a
-    conversation, `messages` are the turns that have ended and what tools or an environment answered. `opening` are the
-    messages of a prompt that an environment gave.
+    `action_mask` bool [n] marks tokens that the policy generated; the others, from tools and templates, are context (no
+    loss, no advantage, in no mean). `arrays` are those of TOKEN_ARRAYS. A sample without `finish_reason` is unfinished.
+    In conversations, `messages` are the finished turns and the answers of tools or the environment, and `opening` the
+    messages of a prompt from an environment.
     """
 
     number: int
@@ -69,9 +69,9 @@ class Sample:
         version: int,
         **arrays: Any,
     ) -> Sample:
-        """Returns a sample whose tokens the policy wrote by weights of `version`; `arrays` by their declared names.
+        """Returns a sample whose tokens the policy generated with weights `version`; `arrays` by declared name.
 
-        Raises ValueError where an array does not have an entry for each token.
+        Raises ValueError if an array does not have one entry per token.
         """
         count = len(tokens)
         arrays["versions"] = np.full(count, version, np.int32)
@@ -88,17 +88,17 @@ class Sample:
 
     @property
     def turn(self) -> np.ndarray:
-        """Returns int32 [k], the policy's tokens after the last token that it did not write."""
+        """Returns int32 [k], the policy's tokens after the last context token."""
         others = np.flatnonzero(~self.action_mask)
         return self.tokens[others[-1] + 1 if others.size else 0 :]
 
     @property
     def num_turns(self) -> int:
-        """Counts the policy's turns that have ended."""
+        """Returns the number of the policy's finished turns."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
     def with_written(self, written: Sample) -> Sample:
-        """Appends what the policy wrote next; the finish reason becomes that of `written`."""
+        """Appends the policy's next tokens; the finish reason becomes that of `written`."""
         num_inputs = self.num_inputs + len(written.tokens)
         grown = {
             name: array.joined(self.arrays.get(name), written.arrays.get(name), num_inputs)
@@ -109,9 +109,9 @@ class Sample:
         return replace(sample, finish_reason=written.finish_reason)
 
     def held_by(self, owner: int, known: dict[int, RemoteSegment]) -> Sample:
-        """Returns the sample as it goes to other ranks than its own, of which `owner` is the first.
+        """Returns the sample for transfer to other ranks, with remote arrays replaced by references to rank `owner`.
 
-        `known` has segments that other samples share, by id, met before.
+        `known` caches the segments seen so far by id, because samples share them.
         """
         arrays = {
             name: own.held_by(owner, known) if isinstance(own, RemoteArray) else own
@@ -121,7 +121,7 @@ class Sample:
 
     @property
     def num_inputs(self) -> int:
-        """Counts the tokens that the model reads: the last one predicts nothing."""
+        """Returns the number of tokens that the model reads: all but the last, which predicts nothing."""
         return len(self.prompt) + len(self.tokens) - 1
 
     def with_answer(self, ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> Sample:
@@ -141,13 +141,13 @@ class Sample:
         return replace(self, tokens=tokens, action_mask=mask, arrays=arrays)
 
     def request(self, number: int, max_tokens: int) -> Request:
-        """Requests the policy's next tokens, at most `max_tokens` of them, as sample `number`."""
+        """Returns a request for at most `max_tokens` further tokens, as sample `number`."""
         return Request(np.concatenate([self.prompt, self.tokens]), (number,), (max_tokens,))
 
 
 @dataclass(frozen=True)
 class PartialGroup:
-    """The samples of a prompt, which is number `position` in the run's order; begun in step number `step`, from 0."""
+    """A prompt's samples, begun in step `step` (from 0); `position` is the prompt's number in the run's order."""
 
     position: int
     step: int
@@ -170,7 +170,7 @@ class PartialGroup:
         return sum(len(sample.tokens) for sample in self.samples)
 
     def requests(self, first: int, chunk: int, max_tokens: int) -> list[Request]:
-        """Requests a further chunk of each unfinished sample, numbered from `first`; fresh ones share their prompt."""
+        """Returns requests for a chunk of each unfinished sample, numbered from `first`; one for all without tokens."""
         requests, fresh = [], []
         for i, sample in enumerate(self.samples):
             if sample.finish_reason is not None:
@@ -190,9 +190,9 @@ class PartialGroup:
 class Rollout:
     """A step's samples, the same on every rank, with their fields as columns.
 
-    Samples with one of `group_ids` are completions of the same prompt (of the same row, where an environment gives each
-    a prompt of its own). `prompt_ids` and `completion_ids` are int32 [tokens] per sample, `token_arrays` those of
-    TOKEN_ARRAYS that every sample has.
+    Samples with the same entry in `group_ids` are completions of one prompt (of one data set row, if an environment
+    opens each conversation by itself). `prompt_ids` and `completion_ids` are int32 [tokens] per sample; `token_arrays`
+    are those of TOKEN_ARRAYS that all samples have.
     """
 
     samples: tuple[Sample, ...]
@@ -208,7 +208,7 @@ class Rollout:
         group_ids: Sequence[int],
         versions: Sequence[int] | None = None,
     ) -> Rollout:
-        """Makes a rollout of completions without context, each drawn by weights of one of `versions` (None: 0)."""
+        """Returns a rollout of single-turn completions, generated with weights `versions` (None: all 0)."""
         versions = versions or [0] * len(completion_ids)
         columns = prompt_ids, completion_ids, finish_reasons, versions, generator_logps
         samples = (
@@ -246,7 +246,7 @@ class Rollout:
         }
 
     def with_arrays(self, arrays: Mapping[str, Sequence[Any]]) -> Rollout:
-        """Returns the rollout with these arrays of its samples in place of its own."""
+        """Returns the rollout with `arrays` (one entry per sample) added to its samples' or replacing them."""
         samples = (
             replace(s, arrays={**s.arrays, **{name: own[i] for name, own in arrays.items()}})
             for i, s in enumerate(self.samples)
@@ -267,12 +267,12 @@ class Rollout:
 
     @cached_property
     def messages(self) -> tuple[Messages, ...]:
-        """A conversation's turns and tools' answers, () for a completion of one turn."""
+        """Returns each conversation's turns and answers of tools, () for a single-turn completion."""
         return tuple(sample.messages for sample in self.samples)
 
     @cached_property
     def openings(self) -> tuple[Messages, ...]:
-        """The messages of prompts that environments gave, () for those of the data set."""
+        """Returns the messages of prompts from environments, () for prompts of the data set."""
         return tuple(sample.opening for sample in self.samples)
 
     def samples_of(self, groups: Sequence[int]) -> list[int]:
@@ -295,17 +295,17 @@ class Rollout:
 
     @cached_property
     def completion_lengths(self) -> np.ndarray:
-        """int64 [samples], context tokens included."""
+        """Returns int64 [samples]: completion lengths, context tokens included."""
         return np.array([len(tokens) for tokens in self.completion_ids], np.int64)
 
     @cached_property
     def action_lengths(self) -> np.ndarray:
-        """int64 [samples]: tokens that the policy wrote."""
+        """Returns int64 [samples]: the numbers of the policy's own tokens."""
         return np.array([np.count_nonzero(mask) for mask in self.action_mask], np.int64)
 
     @cached_property
     def total_lengths(self) -> np.ndarray:
-        """int64 [samples], prompts included."""
+        """Returns int64 [samples]: lengths of prompt and completion together."""
         prompts = np.array([len(tokens) for tokens in self.prompt_ids], np.int64)
         return prompts + self.completion_lengths
 
@@ -313,9 +313,9 @@ class Rollout:
 def collect(
     samples: Sequence[Sample], num_generations: int, groups: Sequence[int], first: int = 0
 ) -> Rollout:
-    """Sorts samples that are numbered from `first`, `num_generations` of each of `groups`, into a rollout.
+    """Sorts samples, numbered from `first`, into a rollout with `num_generations` samples for each of `groups`.
 
-    Raises ValueError unless each sample arrived exactly once.
+    Raises ValueError unless every sample is present exactly once.
     """
     ordered = sorted(samples, key=lambda sample: sample.number)
     expected = list(range(first, first + len(groups) * num_generations))
@@ -326,13 +326,13 @@ def collect(
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A rollout with what its tokens are trained on; per-token sequences hold float32 [completion length] each.
+    """A rollout with its training targets; per-token fields are float32 [completion length] per sample.
 
-    `advantages` float32 [samples]; where they differ from token to token, `token_advantages` has them and `advantages`
-    their means. `old_logps` are the policy's before the step's first update (None: those of the update itself).
-    `rollout_is_weights` weigh the policy's term (None: 1). `sample_mask` bool [samples] says which samples have a part
-    in the loss (None: all); `rejected` likewise, which the correction of the mismatch left out (None: not asked).
-    `penalties` are the weights of |log rho| in the loss (None: 0).
+    `advantages` float32 [samples]; if advantages differ between tokens, `token_advantages` holds them and `advantages`
+    their means. `old_logps` are from before the step's first update (None: the update's own). `rollout_is_weights`
+    multiply the policy term (None: 1). `sample_mask` bool [samples] marks the samples in the loss (None: all);
+    `rejected` bool [samples] those rejected for the generator's mismatch (None: rejection is off). `penalties` are the
+    coefficients of |log rho| (None: 0).
     """
 
     rollout: Rollout
@@ -350,5 +350,5 @@ class TrainBatch:
 
     @property
     def loss_advantages(self) -> Arrays | np.ndarray:
-        """Returns a number per sample, or an array of its tokens' where those differ."""
+        """Returns the advantages as float32 [samples], or [completion length] per sample if they differ by token."""
         return self.advantages if self.token_advantages is None else self.token_advantages

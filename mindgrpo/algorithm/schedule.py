@@ -32,9 +32,9 @@ class LRSchedule(Section):
     def rate(self, update: int, num_updates: int) -> float:
         """Computes the rate of update `update` (from 0) of a run of `num_updates`.
 
-        It rises linearly to lr over the warm-up, then goes down to min_lr, which is reached by update decay_steps.
-        cosine: min_lr + (lr - min_lr) (1 + cos(pi x)) / 2; linear: lr + (min_lr - lr) x; constant: lr; x is the share
-        of the decay that is over.
+        The rate rises linearly to lr over the warm-up, then decays to min_lr at update decay_steps. cosine:
+        min_lr + (lr - min_lr) (1 + cos(pi x)) / 2; linear: lr + (min_lr - lr) x; constant: lr; x is the elapsed
+        fraction of the decay.
         """
         warmup = self.warmup_step
         if self.warmup_ratio is not None:
@@ -50,7 +50,7 @@ class LRSchedule(Section):
 
 
 class Pass(NamedTuple):
-    """A pass of a stage over a micro-batch, through the layers of one of its chunks."""
+    """A forward or backward pass of one micro-batch through one chunk of a stage's layers."""
 
     kind: Literal["forward", "backward"]
     micro_batch: int
@@ -58,9 +58,9 @@ class Pass(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """A hand-over with another stage: the own pass whose result goes there, and the own pass that takes what comes.
+    """A point-to-point exchange with stage `peer`: `sends` produced the tensor to send, `receives` is the consumer.
 
-    Either is None where nothing goes that way. The other stage has the matching one.
+    Either is None if nothing goes that way. The peer has the matching Exchange.
     """
 
     peer: int
@@ -77,13 +77,13 @@ def pipeline_schedule(
 ) -> tuple[Actions, ...]:
     """Returns each stage's passes and exchanges under interleaved 1F1B (Megatron-LM, arXiv:2104.04473).
 
-    Chunk c of stage s is part c num_stages + s of the model. One chunk a stage makes it 1F1B (PipeDream-flush,
-    arXiv:2006.09503). From num_stages micro-batches up, stages idle for (num_stages - 1) / (num_chunks
-    num_micro_batches) of the time that they compute.
+    Chunk c of stage s is part c * num_stages + s of the model. With one chunk per stage the schedule is 1F1B
+    (PipeDream-flush, arXiv:2006.09503). With at least num_stages micro-batches, the bubble is (num_stages - 1) /
+    (num_chunks * num_micro_batches) of the compute time.
 
-    The passes of all stages are put on one clock, each a tick long, and what a pass makes is handed over at the end of
-    its tick. All stages have exchanges in this one order, so that they do not deadlock if each waits for the other
-    side; what two stages hand to each other at the same time is one exchange.
+    The passes of all stages run on a common clock, one tick each, and outputs are exchanged at the end of a tick. All
+    stages order their exchanges by this clock, so that blocking exchanges do not deadlock; transfers in both directions
+    between two stages in one tick form a single exchange.
     """
     left = [
         deque(_passes(stage, num_stages, num_chunks, num_micro_batches, has_backward))
@@ -91,7 +91,7 @@ def pipeline_schedule(
     ]
     num_parts = num_stages * num_chunks
     actions: list[list[Pass | Exchange]] = [[] for _ in left]
-    # By stage, the passes whose input another pass has made.
+    # By stage: the passes whose inputs are available.
     ready: list[set[Pass]] = [set() for _ in left]
     for i in range(num_micro_batches):
         ready[0].add(Pass("forward", i))
@@ -121,9 +121,9 @@ def pipeline_schedule(
 def chunks_in_flight(
     stage: int, num_stages: int, num_chunks: int, num_micro_batches: int | None = None
 ) -> int:
-    """Returns how many passes of a stage at most have gone forward and not yet back.
+    """Returns the largest number of a stage's forward passes whose backward pass is still to come.
 
-    Without `num_micro_batches`, of any number of them.
+    `num_micro_batches` None: the maximum over any number of micro-batches.
     """
     if num_chunks == 1:
         most = num_stages - stage
@@ -136,10 +136,10 @@ def chunks_in_flight(
 
 
 def _groups(num_stages: int, num_micro_batches: int) -> list[range]:
-    """Cuts micro-batches into groups, which go through a stage's chunks one after the other.
+    """Splits micro-batches into groups; a group passes through all chunks of a stage before the next group.
 
-    Each has at least `num_stages`, if there are as many: it then comes back from the last stage when the first has
-    just sent it on. So none is left over, to be padded.
+    Groups have at least `num_stages` micro-batches, if there are as many, so that a group's first one is back from the
+    last stage when the first stage has finished the group. Sizes are balanced, so that no group needs padding.
     """
     number = max(1, num_micro_batches // num_stages)
     edges = [-(-i * num_micro_batches // number) for i in range(number + 1)]

@@ -1,6 +1,6 @@
-"""Declares every loss: its surrogate in NumPy, which it maximises, its paper's averages and bounds, and its keys.
+"""Declares the losses: the surrogate that each maximises, in NumPy, its paper's aggregation and bounds, and its keys.
 
-training/surrogates.py has the surrogates as cells of the graph that is differentiated.
+training/surrogates.py has the surrogates as differentiable cells.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Tokens:
-    """An update's tokens that the policy wrote, sample after sample: float [tokens] each, `lengths` int [samples]."""
+    """An update's own tokens of the policy, concatenated over samples: float [tokens] each, `lengths` int [samples]."""
 
     logps: np.ndarray
     old: np.ndarray
@@ -39,9 +39,9 @@ class Tokens:
 def importance_ratio(
     logps: np.ndarray, old: np.ndarray, lengths: np.ndarray, level: str
 ) -> np.ndarray:
-    """Computes the ratio rho of each token, float [tokens]: at level "token" exp(logp_t - old_t).
+    """Computes the importance ratio rho of each token, float [tokens]: exp(logp_t - old_t) at level "token".
 
-    At level "sequence" the exponential of that difference's mean over the sample, for all its tokens (GSPO,
+    At level "sequence", all tokens of a sample have exp(mean over the sample of logp_t - old_t) (GSPO,
     arXiv:2507.18071, equation 7).
     """
     difference = logps - old
@@ -58,8 +58,8 @@ def sample_means(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def clipped_surrogate(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes min(rho A, clip(rho, 1 - low, 1 + high) A) (arXiv:2402.03300, equation 3).
 
-    Separate low and high: DAPO, arXiv:2503.14476, equation 10. Two-sided: rho in the first term is min(rho, delta)
-    (INTELLECT-2, arXiv:2505.07291, two-sided clipping). Dual clip: not below c A where A < 0 (arXiv:1912.09729,
+    Separate low and high: DAPO, arXiv:2503.14476, equation 10. `delta`: rho in the first term is min(rho, delta)
+    (INTELLECT-2, arXiv:2505.07291, two-sided clipping). `dual_clip` c: at least c A where A < 0 (arXiv:1912.09729,
     equation 5).
     """
     advantages = tokens.advantages
@@ -92,11 +92,11 @@ def sapo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 
 
 def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Returns bool [tokens]: which are inside of DPPO's trust region, or come back to it (arXiv:2602.04879).
+    """Returns bool [tokens]: tokens inside of DPPO's trust region, or moving back into it (arXiv:2602.04879).
 
-    With pi = exp(log p) and mu = exp(old log p), of a token with A > 0 where pi - mu <= high, of others where
-    pi - mu >= -low (total variation, dppo_tv); or where mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) is at most
-    high or low, or pi has moved against the sign of A (binary KL, dppo_kl).
+    With pi = exp(log p) and mu = exp(old log p), dppo_tv keeps a token with A > 0 if pi - mu <= high, any other if
+    pi - mu >= -low (total variation). dppo_kl keeps it if mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) is at
+    most high (A > 0) or low, or if pi has moved against the sign of A (binary KL).
     """
     pi, mu = exp(held), exp(tokens.old)
     rises, (low, high) = tokens.advantages > 0, config.clip_bounds
@@ -110,16 +110,16 @@ def dppo_keeps(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarr
 
 
 def dppo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Computes sg(min(rho, cap)) A log p of the tokens that `dppo_keeps`, 0 of others (DPPO, arXiv:2602.04879)."""
+    """Computes sg(min(rho, cap)) A log p for tokens that `dppo_keeps`, else 0 (DPPO, arXiv:2602.04879)."""
     ratio = importance_ratio(held, tokens.old, tokens.lengths, "token")
     weight = np.minimum(ratio, config.dppo_ratio_cap) * dppo_keeps(tokens, config, held)
     return np.asarray(weight * tokens.advantages * tokens.logps)
 
 
 def gmpo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Computes exp(mean over the sample of log rho, clipped) A, the same for all its tokens (GMPO, arXiv:2507.20673).
+    """Computes exp(mean over the sample of the clipped log rho) A for all of its tokens (GMPO, arXiv:2507.20673).
 
-    log rho is at most `high` where A > 0, and at least -`low` where A < 0.
+    log rho is clipped to at most `high` where A > 0, and to at least -`low` where A < 0.
     """
     log_ratio, sign = tokens.logps - tokens.old, np.sign(tokens.advantages)
     low, high = config.clip_bounds
@@ -131,8 +131,8 @@ def gmpo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
     """Computes sg(phi(W)) A log p, phi(W) = W^k exp(lambda (1 - W)), k and lambda by the sign of A.
 
-    W is the product of rho over the sample (VESPO, arXiv:2602.10693). As phi vanishes long before, log W counts as
-    LARGEST_LOG_RATIO at most.
+    W is the product of rho over the sample (VESPO, arXiv:2602.10693). log W is limited to LARGEST_LOG_RATIO, far beyond
+    which phi vanishes.
     """
     log_ratio = sample_means(held - tokens.old, tokens.lengths)
     lengths = np.repeat(tokens.lengths, tokens.lengths)
@@ -145,7 +145,7 @@ def vespo(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
 
 
 def plain_ratio(tokens: Tokens, config: LossConfig, held: np.ndarray) -> np.ndarray:
-    """Computes rho A, which nothing clips (KL-Cov, arXiv:2505.22617, equation 13)."""
+    """Computes rho A, without clipping (KL-Cov, arXiv:2505.22617, equation 13)."""
     return np.asarray(exp(tokens.logps - tokens.old) * tokens.advantages)
 
 
@@ -160,13 +160,12 @@ Surrogate = Callable[[Tokens, "LossConfig", np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class LossType:
-    """What a value of rl_config.loss_type stands for; `title` says it to users.
+    """The definition of a value of rl_config.loss_type; `title` describes it to users.
 
-    `aggregation` is its paper's, of `losses.token_weights`, and `levels` are the importance_sampling_levels that it is
-    defined with. `epsilon` are its paper's epsilon_low and epsilon_high; None: it clips nothing. `keys` are the keys of
-    rl_config that it reads and not every loss. `of_samples`: the surrogate of a token depends on its whole sample.
-    `old` says whose log-probs are the old ones: those of the trainer before the step's first update, or of the
-    generator.
+    `aggregation` is the paper's (see `losses.token_weights`), and `levels` are the supported
+    importance_sampling_levels. `epsilon` are the paper's epsilon_low and epsilon_high; None: no clipping. `keys` are
+    the keys of rl_config that only some losses read. `of_samples`: a token's surrogate depends on its whole sample.
+    `old`: whether the old log-probs are the trainer's before the step's first update, or the generator's.
     """
 
     surrogate: Surrogate
@@ -293,15 +292,16 @@ class LossConfig(Section):
         None,
         gt=0,
         le=1,
-        description="lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: how far a token's probability may fall; "
-        "dppo_kl: the binary KL divergence at which it has fallen too far; gmpo: of the logarithm of the ratio; null: "
-        f"as in the paper of loss_type ({_of_papers(0)})",
+        description="lower clip bound of the ratio: 1 - epsilon_low; dppo_tv: maximum decrease of a token's "
+        "probability; dppo_kl: maximum binary KL divergence of a token whose probability has fallen; gmpo: lower clip "
+        f"bound of the log ratio: -epsilon_low; null: as in the paper of loss_type ({_of_papers(0)})",
     )
     epsilon_high: float | None = Field(
         None,
         gt=0,
-        description="upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl, gmpo: as "
-        f"epsilon_low, of what rises; null: as in the paper of loss_type ({_of_papers(1)})",
+        description="upper clip bound of the ratio: 1 + epsilon_high, also for cispo; dppo_tv, dppo_kl: like "
+        "epsilon_low, for probabilities that have risen; gmpo: upper clip bound of the log ratio; null: as in the "
+        f"paper of loss_type ({_of_papers(1)})",
     )
     delta: float | None = Field(None, gt=1)
     """two-sided clipping: upper bound of the ratio in the unclipped term; null: off"""
@@ -322,18 +322,18 @@ class LossConfig(Section):
     vespo_lambda_neg: Annotated[float, NULL_IS_DEFAULT] = Field(2.0, gt=0)
     """decay of vespo's weight for negative advantages"""
     clip_cov_ratio: Annotated[float, NULL_IS_DEFAULT] = Field(2e-4, gt=0, le=1)
-    """share of tokens that clip_cov leaves out"""
+    """fraction of tokens that clip_cov excludes from the surrogate"""
     clip_cov_low: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
-    """covariance above which clip_cov leaves tokens out"""
+    """clip_cov excludes tokens whose covariance is above this (and below clip_cov_high)"""
     clip_cov_high: Annotated[float, NULL_IS_DEFAULT] = Field(5.0, gt=0)
-    """covariance below which clip_cov leaves tokens out"""
+    """clip_cov excludes tokens whose covariance is below this (and above clip_cov_low)"""
     kl_cov_ratio: Annotated[float, NULL_IS_DEFAULT] = Field(2e-4, gt=0, le=1)
-    """share of tokens that kl_cov holds to the old policy"""
+    """fraction of tokens, those of highest covariance, that kl_cov penalises for moving away from the old policy"""
     kl_cov_coef: Annotated[float, NULL_IS_DEFAULT] = Field(1.0, gt=0)
-    """coefficient of |log ratio| of kl_cov's tokens"""
+    """coefficient of kl_cov's penalty |log ratio|"""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """share of an update's tokens, those of highest entropy, whose surrogate counts; 1: all; below 1, as with clip_cov
-    and kl_cov, every update has one more forward pass"""
+    """fraction of an update's tokens, those of highest entropy, that have a surrogate; 1: all; below 1, as with
+    clip_cov and kl_cov, every update takes an extra forward pass"""
 
     beta: float = Field(0.01, ge=0)
     """coefficient of the KL penalty; 0: no KL penalty; no reference model is loaded unless distillation_coef is set"""
@@ -358,8 +358,8 @@ class LossConfig(Section):
     importance_sampling_floor: float | None = Field(None, gt=0, le=1)
     """minimum weight in importance_sampling_correction (IcePop: 0.5 with token_mask and a cap of 5); null: none"""
     off_policy_mask_threshold: float | None = Field(None, ge=0)
-    """off-policy sequence masking (DeepSeek-V3.2): no surrogate for samples with a negative advantage of which the mean
-    of old log-prob - log-prob is above; usually with old_logps generator; null: off"""
+    """off-policy sequence masking (DeepSeek-V3.2): drop the surrogate of samples with a negative advantage whose mean
+    of old log-prob - log-prob is above this; usually with old_logps generator; null: off"""
     old_logps: Literal["trainer", "generator"] | None = Field(
         None,
         description="whose log-probs the ratio compares with. trainer: the policy's before the first update; "

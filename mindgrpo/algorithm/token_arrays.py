@@ -1,7 +1,7 @@
-"""Declares the arrays with an entry for each of a sample's tokens, which engines make.
+"""Declares the per-token arrays that engines return with samples.
 
-What is between engine and loss passes them on by their declarations: how they grow, which ranks hold them, and whether
-the model reads them.
+The code between engine and loss handles them by these declarations: how they grow, which ranks hold them, and whether
+they are inputs of the model.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 
 class RemoteSegment:
-    """Entries [tokens, ...] that stay on the ranks that computed them, of which `owner` is the first.
+    """An array [tokens, ...] that stays on the ranks that computed it, the first of which is `owner`.
 
-    Elsewhere `values` is None (backend/remote_arrays.py).
+    On other ranks `values` is None (backend/remote_arrays.py).
     """
 
     def __init__(self, values: np.ndarray, owner: int) -> None:
@@ -40,9 +40,9 @@ Segment = RemoteSegment | np.ndarray
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RemoteArray:
-    """A sample's entries in segments that follow each other, of which samples of one prompt share the first.
+    """A sample's entries [tokens, ...] as consecutive segments; samples of one prompt share their first segment.
 
-    Segments that are arrays are on every rank.
+    Segments that are numpy arrays are present on every rank.
     """
 
     segments: tuple[Segment, ...] = ()
@@ -62,11 +62,11 @@ class RemoteArray:
         return np.asarray(np.concatenate([np.asarray(segment) for segment in self.segments]), dtype)
 
     def __repr__(self) -> str:
-        """Tells what every rank knows of it; ranks compare this."""
+        """Shows the segments' lengths, which are known on every rank and compared between ranks."""
         return f"RemoteArray{list(map(len, self.segments))}"
 
     def held_by(self, owner: int, known: dict[int, RemoteSegment]) -> RemoteArray:
-        """Returns it as it goes to other ranks; `known` has segments of other samples, by id, met before."""
+        """Returns the array with references to rank `owner` for transfer; `known` caches the segments seen, by id."""
         for segment in self.segments:
             if isinstance(segment, np.ndarray):
                 known.setdefault(id(segment), RemoteSegment(segment, owner))
@@ -75,11 +75,11 @@ class RemoteArray:
 
 @dataclass(frozen=True)
 class TokenArray:
-    """Declares an array with an entry for each token of a completion, which every rank holds.
+    """Declares an array [completion length, *trailing] that every rank holds.
 
-    An entry has the shape `trailing`; `title` is for messages, `dump_name` its name in dumps, if not its own. Tokens
-    that the policy did not write have `on_context` everywhere; None repeats the entry of the token before. An array
-    that `is_input` is one of the inputs of a micro-batch, where prompts and padding have `on_context`, too.
+    `title` is its name in messages, `dump_name` in dumps, if different from the key. Context tokens have the value
+    `on_context`; None repeats the previous token's entry. With `is_input` the array is an input of micro-batches, where
+    prompts and padding have `on_context`, too.
     """
 
     title: str
@@ -90,22 +90,22 @@ class TokenArray:
     dump_name: str | None = None
 
     def of(self, values: Any, num_tokens: int) -> Any:
-        """Returns `values` with the declared dtype and shape. Raises ValueError where their number differs."""
+        """Returns `values` with the declared dtype and shape. Raises ValueError if their number differs."""
         return np.asarray(values, self.dtype).reshape(num_tokens, *self.trailing)
 
     def num_bytes(self, num_tokens: int) -> int:
         return math.prod((num_tokens, *self.trailing)) * np.dtype(self.dtype).itemsize
 
     def is_whole(self, values: Any, num_inputs: int) -> bool:
-        """Returns whether all entries are there of a sample of which the model reads `num_inputs` tokens."""
+        """Returns whether `values` are complete for a sample of `num_inputs` input tokens."""
         return True
 
     def joined(self, values: Any, written: Any, num_inputs: int) -> Any:
-        """Returns the entries of a sample that has grown, before and of what was `written`; None where some lack."""
+        """Appends the entries `written` to `values`; None if either is missing."""
         return None if values is None or written is None else np.concatenate([values, written])
 
     def with_context(self, values: Any, count: int) -> Any:
-        """Appends the entries of `count` tokens that the policy did not write."""
+        """Appends the entries of `count` context tokens."""
         context = np.full((count, *self.trailing), self.on_context or 0, self.dtype)
         if self.on_context is None:
             context[...] = values[-1]
@@ -114,11 +114,11 @@ class TokenArray:
 
 @dataclass(frozen=True)
 class RemoteTokenArray(TokenArray):
-    """Declares an array with an entry for each token that the model reads: of a prompt and its completion but the last.
+    """Declares an array with one entry per input token: prompt and completion, without the last token.
 
-    Its ranks hold it (RemoteArray), in dtype and shape that the engine chooses; it goes to others where they ask for
-    it, and is whole on the first rank for files. An engine gives the entries of the last tokens or of all: those of an
-    answer's tokens once the policy has continued, and those of a sample without an end again.
+    It stays on the ranks that computed it (RemoteArray), in the engine's dtype and shape; other ranks fetch it on
+    demand, and rank 0 gathers it for files. An engine returns the entries of the new tokens only or of all: for context
+    tokens once the policy has continued after them, and for an unfinished sample again.
     """
 
     dtype: type[np.generic] = np.void
@@ -142,11 +142,11 @@ class RemoteTokenArray(TokenArray):
         return values
 
 
-# An engine gives the first two with every sample; one that some of a step's samples lack is left out of the step.
+# Engines return the first two with every sample; an array that any of a step's samples lacks is dropped for the step.
 TOKEN_ARRAYS: dict[str, TokenArray] = {
     # In nats, at the sampling temperature, by the engine.
     "logps": TokenArray("the generator's log-probs", np.float32, dump_name="generator_logps"),
-    # Of the weights that wrote the token, or that were there.
+    # Version of the weights that generated the token; context tokens have that of the token before.
     "versions": TokenArray(
         "the versions of the generator's weights",
         np.int32,

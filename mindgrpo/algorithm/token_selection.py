@@ -1,6 +1,6 @@
-"""Chooses tokens of a whole update by the policy's log-probs and entropies before it. Pure numpy.
+"""Selects tokens of an update by the policy's log-probs and entropies before the update. Pure numpy.
 
-Which tokens are chosen depends on all of the update's, so neither packing nor layout changes it.
+The selection is over all tokens of the update, so that neither packing nor layout changes it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def covariances(tokens: Tokens) -> np.ndarray:
 def select_tokens(
     tokens: Tokens, config: LossConfig, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two float [tokens]: what multiplies each token's surrogate, and the weight of its |log rho|.
+    """Returns two float [tokens]: each token's factor of the surrogate, and its coefficient of |log rho|.
 
-    clip_cov: a random clip_cov_ratio of all tokens, drawn among those whose covariance is above clip_cov_low and below
-    clip_cov_high and which are not clipped, lose their term; kl_cov: the kl_cov_ratio of tokens with the highest
-    covariance are held by kl_cov_coef |log rho| (Clip-Cov and KL-Cov, arXiv:2505.22617, section 4). One token at least.
-    top_entropy_quantile: the surrogate counts for the tokens of highest entropy only (arXiv:2506.01939).
+    clip_cov: a random fraction clip_cov_ratio of all tokens, at least one, sampled from unclipped tokens with a
+    covariance between clip_cov_low and clip_cov_high, get factor 0. kl_cov: the fraction kl_cov_ratio of tokens with
+    the highest covariance, at least one, get the coefficient kl_cov_coef (Clip-Cov and KL-Cov, arXiv:2505.22617,
+    section 4). top_entropy_quantile: only tokens of the highest entropy keep factor 1 (arXiv:2506.01939).
     """
     count = tokens.logps.size
     factors, penalties = np.ones(count), np.zeros(count)

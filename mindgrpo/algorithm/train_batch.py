@@ -1,6 +1,6 @@
-"""Makes a TrainBatch of a rollout, its rewards and log-probs: advantages, masks, and weights that correct the rollout.
+"""Builds a TrainBatch from a rollout, its rewards and log-probs: advantages, masks and importance weights.
 
-Pure numpy. Tokens that the policy did not write have no advantage and no part in any sum or mean.
+Pure numpy. Context tokens have no advantage, and count in no sum or mean.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ def compute_advantages(
     baselines: np.ndarray | None = None,
     failed: np.ndarray | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
-    """Returns the batch, and the measurements of the rollout's correction, None without one; `rewards` float [samples].
+    """Returns the batch, and the rollout's correction (None without importance sampling correction).
 
-    `components`, `greedy` and `baselines` are those of `Earned`, where the estimator needs them; `turn_rewards`
-    float [turns] per sample are needed where turns have advantages of their own. `old_logps` and `reference_logps`
-    float32 [completion length] per sample are the policy's before its update and the reference's. Samples that are
-    `failed` (bool [samples], None: none) have no reward but a number in its place: their advantage is 0.
-    Raises ValueError on rewards that are not finite, and where the settings need what is not given.
+    `rewards` float [samples]; `components`, `greedy` and `baselines` as in `Earned`, if the estimator needs them;
+    `turn_rewards` float [turns] per sample, for advantages per turn. `old_logps` and `reference_logps` are float32
+    [completion length] per sample. Samples that `failed` (bool [samples], None: none) have a substitute for a reward:
+    their advantage is 0. Raises ValueError on non-finite rewards, and if an input that the settings need is missing.
     """
     sample_mask = None
     if config.mask_truncated_completions:
@@ -106,21 +105,21 @@ def compute_advantages(
 def _without_reward(
     failed: np.ndarray | None, greedy: np.ndarray | None, config: AlgorithmConfig, num_samples: int
 ) -> np.ndarray:
-    """Returns bool [samples]: those that failed, and groups whose greedy completion did."""
+    """Returns bool [samples]: whether the scoring of a sample, or of its group's greedy completion, failed."""
     without = np.zeros(num_samples, bool) if failed is None else failed
     return without if greedy is None else without | np.isnan(greedy).repeat(config.num_generations)
 
 
 def _means(by_token: Arrays, rollout: Rollout) -> np.ndarray:
-    """Returns float32 [samples], means over the tokens that the policy wrote."""
+    """Returns float32 [samples], means over the policy's own tokens."""
     actions = [values[mask] for values, mask in zip(by_token, rollout.action_mask, strict=True)]
     return np.array([values.mean() if values.size else 0.0 for values in actions], np.float32)
 
 
 def _by_turn(rollout: Rollout, turn_rewards: Arrays, config: AlgorithmConfig) -> Arrays:
-    """Returns float32 [completion length] per sample: a turn's advantage on each of its tokens, 0 on context.
+    """Returns float32 [completion length] per sample: each token has its turn's advantage, context tokens 0.
 
-    Turns are separated by context. Raises ValueError where there are more or fewer than rewards.
+    Turns are separated by context. Raises ValueError if the numbers of turns and rewards differ.
     """
     advantages = turn_advantages(
         turn_rewards, config.num_generations, config.reward_scale, config.advantage_std_floor
@@ -143,9 +142,9 @@ def _reinforce_plus_plus(
     sample_mask: np.ndarray | None,
     failed: np.ndarray,
 ) -> Arrays:
-    """Returns float32 [completion length] per sample: advantages of tokens that the policy wrote, 0 for others.
+    """Returns advantages float32 [completion length] per sample, 0 on context.
 
-    Those of samples that are `failed` are 0, and count neither in the mean nor in the deviation.
+    Samples that `failed` have advantages 0, and count neither in the mean nor in the deviation.
     """
     baseline = config.num_generations if config.estimator.compares else None
     counted = ~failed if sample_mask is None else sample_mask & ~failed
@@ -186,9 +185,9 @@ def _penalties(
     old_logps: Arrays | None,
     reference_logps: Arrays | None,
 ) -> list[np.ndarray]:
-    """Computes beta KL_t of the policy that drew the sample, float64 [completion length] per sample; 0 on context.
+    """Computes beta KL_t of the sampling policy, float64 [completion length] per sample; 0 on context.
 
-    All are 0 without KL in the reward; with it, raises ValueError where log-probs are None.
+    All are 0 without KL in the reward; with it, raises ValueError if log-probs are None.
     """
     if config.reward_beta <= 0:
         return [np.zeros(n) for n in rollout.completion_lengths]

@@ -39,7 +39,7 @@ class AscendConfig(Section):
     precision_mode: PrecisionMode | None = None
     """precision mode of the accelerator's operators; null: MindSpore's default"""
     kernel_launch_capture: bool = False
-    """launch the kernels of the graph that decodes as one, as MindSpore captured them in its first call
+    """launch all kernels of the decoding graph at once, as MindSpore captures them in its first call
     (mindspore.runtime.set_kernel_launch_capture). Has not been run on an accelerator"""
 
 
@@ -48,39 +48,39 @@ class RooflineConfig(Section):
     """device whose published or fitted figures are the defaults of the keys below (910A, 910B2, 910B3 or host); null:
     910B2 on accelerators, host elsewhere"""
     prompt_tokens: int | None = Field(None, ge=1)
-    """tokens of a prompt; null: a tenth of max_prompt_length"""
+    """number of tokens per prompt; null: a tenth of max_prompt_length"""
     completion_tokens: int | None = Field(None, ge=1)
-    """tokens of a completion on average, the longest having max_tokens; null: 60 % of max_tokens"""
+    """mean number of tokens per completion, the longest having max_tokens; null: 60 % of max_tokens"""
     matmul_tflops: float | None = Field(None, gt=0)
     """peak of matrix products in 16 bits, in TFLOP/s"""
     float32_tflops: float | None = Field(None, gt=0)
     """peak of matrix products in float32, in TFLOP/s"""
     matmul_share: float | None = Field(None, gt=0, le=1)
-    """share of the peak that large products reach"""
+    """fraction of the peak that large matrix products reach"""
     memory_GB_per_s: float | None = Field(None, gt=0)
     """bandwidth of the device's memory"""
     memory_share: float | None = Field(None, gt=0, le=1)
-    """share of it that kernels reach"""
+    """fraction of memory_GB_per_s that kernels reach"""
     link_GB_per_s: float | None = Field(None, gt=0)
-    """bandwidth from a device to one other of its host, in each direction"""
+    """bandwidth between two devices of a host, in each direction"""
     host_link_GB_per_s: float | None = Field(None, gt=0)
     """bandwidth from a device to other hosts, in each direction"""
     link_share: float | None = Field(None, gt=0, le=1)
-    """share of a link's bandwidth that large messages reach"""
+    """fraction of a link's bandwidth that large messages reach"""
     host_copy_GB_per_s: float | None = Field(None, gt=0)
     """bandwidth between a device and its host's memory"""
     launch_us: float | None = Field(None, ge=0)
-    """microseconds from one kernel of a graph to the next, however small"""
+    """launch overhead of a kernel in a graph, in microseconds: the minimum time per kernel"""
     call_us: float | None = Field(None, ge=0)
-    """microseconds of an operation outside of graphs"""
+    """overhead of an operation outside of graphs, in microseconds"""
     collective_us: float | None = Field(None, ge=0)
-    """microseconds of a sum over ranks, however small"""
+    """latency of a sum over ranks, in microseconds"""
     sync_us: float | None = Field(None, ge=0)
-    """microseconds of a wait of the host for a result of the device"""
+    """time that the host waits for a result of the device, in microseconds"""
     slow_ns: float | None = Field(None, ge=0)
-    """nanoseconds of an element in operations that the device's fast units do not have"""
+    """time per element of operations that the device's fast units do not support, in nanoseconds"""
     compile_ms: float | None = Field(None, ge=0)
-    """milliseconds of compilation per kernel of a graph"""
+    """compilation time per kernel of a graph, in milliseconds"""
     devices_per_host: int | None = Field(None, ge=1)
     """number of devices in a host"""
     cores: int | None = Field(None, ge=0)
@@ -90,7 +90,7 @@ class RooflineConfig(Section):
 class Context(Section):
     mode: int = Field(0, ge=0, le=1)
     """execution mode. 0: compiled graphs; 1: one operation at a time (slow, for debugging, on one
-    rank; what would be trained wrongly so is refused)"""
+    rank; models that would train wrongly in this mode are refused)"""
     device_target: OptionalText = None
     """device type; null: the one that is available"""
     max_device_memory: Annotated[OptionalText, AFTER_SIZE] = None

@@ -138,8 +138,8 @@ class TrainingKeys(CheckpointKeys):
     dataset_split: OptionalText = None
     """split to read if dataset_file is a directory or a name on a hub; null: train, or the only split"""
     eval_dataset_file: OptionalText = None
-    """held-out prompts and answers for evaluations, in the formats of dataset_file; null: no evaluation, but with
-    seeds in place of dataset_file those from 10000 to 10999"""
+    """held-out prompts and answers for evaluations, in the formats of dataset_file; null: no evaluation, or, if
+    training rows are seeds (dataset_file null), the seeds 10000 to 10999"""
     eval_dataset_split: OptionalText = None
     """split to read if eval_dataset_file is a directory or a name on a hub; null: validation or test, whichever
     exists, or the only split"""
@@ -179,11 +179,11 @@ class TrainingKeys(CheckpointKeys):
         f"generator's data_parallel if one of the first two is set, else {DEFAULT_PROMPTS}",
     )
     router_aux_loss_coef: float = Field(0.0, ge=0)
-    """coefficient of the loss that balances the load of experts (arXiv:2101.03961), with the load of all samples of an
+    """coefficient of the load-balancing loss of experts (arXiv:2101.03961), computed from the load of all samples of an
     update; 0: off. A config.json's value is not used"""
     moe_router_bias_update_rate: float = Field(0.0, ge=0)
-    """how much an update moves the bias by which the router of DeepSeek-V3 chooses experts (arXiv:2408.15664), up for
-    those below the mean load and down for those above; 0: off"""
+    """step by which each update moves a router's selection bias (DeepSeek-V3, arXiv:2408.15664): up for experts below
+    the mean load, down for experts above it; 0: off"""
     eval_steps: int = Field(0, ge=0)
     """evaluate every N steps; 0: only before and after the run"""
     eval_on_start: bool = True

@@ -49,8 +49,8 @@ class VllmConfig(Section):
 # pydantic keeps the attribute name `model_config` for itself, so the key has another one in Python.
 _MODEL_YAML = "model shapes in MindFormers' format; must agree with the model's config.json"
 _OFFSET = (
-    "number of layers to add to (or remove from) each pipeline stage, as a list (with pp_interleave_num above 1 a list "
-    "of such lists, one a chunk); 0: an even split"
+    "number of layers to add to (or remove from) each pipeline stage, as a list (with pp_interleave_num above 1, one "
+    "list per chunk); 0: an even split"
 )
 
 
@@ -62,9 +62,10 @@ class ParallelConfig(Section):
     pipeline_stage: int = Field(1, ge=1)
     """number of pipeline stages"""
     expert_parallel: int = Field(1, ge=1)
-    """mixtures of experts: number of ranks that a layer's experts are dealt to, among the data_parallel x
-    context_parallel x model_parallel ranks of a stage; a token goes to the ranks of its experts and its results come
-    back, and results are the same, bit for bit in a forward pass. Of a generator: among its model_parallel ranks"""
+    """mixtures of experts: number of ranks that share a layer's experts (expert-parallel size), taken from the
+    data_parallel x context_parallel x model_parallel ranks of a stage, in a generator from its model_parallel ranks;
+    tokens are sent to the ranks of their experts and the outputs back. Results are the same, in a forward pass bit for
+    bit"""
 
     @property
     def replicas(self) -> int:
@@ -98,17 +99,18 @@ class ParallelConfig(Section):
 
 class ScoreParallelConfig(ParallelConfig):
     context_parallel: int = Field(1, ge=1)
-    """number of ranks that share the tokens of each row: attention gathers a row's keys and values, and all else is
-    computed, and kept, of a rank's own tokens; results are the same"""
+    """number of ranks that split the tokens of each row (context-parallel size): attention gathers the row's keys and
+    values; everything else is computed and stored for a rank's own tokens only; results are the same"""
     expert_tensor_parallel: int = Field(1, ge=1)
-    """mixtures of experts: number of ranks that each expert is cut over, neighbours among the ranks of a stage; with it
-    results are the same to rounding"""
+    """mixtures of experts: number of ranks that split each expert's matrices (tensor-parallel size of experts),
+    neighbouring ranks of a stage; results change by rounding only"""
     pp_interleave_num: int = Field(1, ge=1)
-    """interleaved pipeline: number of chunks of layers that each pipeline stage has, one after every pipeline_stage
-    chunks of the model; stages idle as many times less, and hand over as many times more; results are the same"""
+    """interleaved pipeline: number of chunks of layers on each pipeline stage, which has every pipeline_stage-th chunk
+    of the model; divides pipeline bubbles by this number and multiplies the traffic between stages by it; results are
+    the same"""
     use_seq_parallel: bool = False
-    """sequence parallelism: the model_parallel ranks of a layer share out the tokens between attention and MLP (norms,
-    residuals), which take as much less memory; results are the same"""
+    """sequence parallelism: between attention and MLP (norms, residuals), the model_parallel ranks of a layer split the
+    tokens, which divides the memory of those activations by model_parallel; results are the same"""
 
     @property
     def num_chunks(self) -> int:
@@ -208,9 +210,9 @@ class ActorConfig(Section):
     parallel_config: TrainParallelConfig = TrainParallelConfig()
     recompute_config: RecomputeConfig = RecomputeConfig()
     enable_parallel_optimizer: bool = False
-    """share the optimizer's state (moments, and float32 weights beside narrower ones) out over the data_parallel x
-    context_parallel ranks that have the same weights, of which each updates its share (ZeRO-1); nothing changes with
-    one such rank"""
+    """shard the optimizer state (moments, and float32 master weights of narrower weights) over the data_parallel x
+    context_parallel ranks that hold the same weights, each of which updates its shard (ZeRO-1); no effect if there is
+    only one such rank"""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LRSchedule = LRSchedule()
     lora: LoraConfig = LoraConfig()

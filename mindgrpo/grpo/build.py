@@ -46,7 +46,7 @@ from mindgrpo.weights.pretrained import fill_random, load_weights
 
 
 def runtime_settings(config: Config) -> RuntimeSettings:
-    """Returns what the device's backend sets up of `context`, and the bucket of weight sync."""
+    """Translates the configuration's `context` section and weight-sync bucket into the backend's settings."""
     context, jit_level = config.context, config.context.jit_config.jit_level
     return RuntimeSettings(
         compiled=context.mode == 0,
@@ -76,9 +76,9 @@ def make_roles(
     random_weights: bool = False,
     restored: Collection[str] = (),
 ) -> Roles:
-    """Makes policy, engine and reference with their initial weights; all ranks together. Raises UserError.
+    """Builds policy, engine and reference, and loads their initial weights. Collective. Raises UserError.
 
-    `restored` may hold "policy" and "reference", which are not read because a checkpoint will fill them.
+    Roles in `restored` ("policy", "reference") are not loaded, because a checkpoint will fill them.
     """
     plan, residency = _residency(plan, backend)
     policy = make_policy(plan, backend, sampling)
@@ -106,7 +106,7 @@ def make_trained_roles(
     random_weights: bool = False,
     restored: Collection[str] = (),
 ) -> TrainedRoles:
-    """Makes the policy with its initial weights, for supervised training; else as `make_roles`."""
+    """Builds the policy alone, for supervised training; otherwise like `make_roles`."""
     plan, residency = _residency(plan, backend)
     policy = make_policy(plan, backend, sampling)
     _fill_policy(policy, plan.config, backend, random_weights, restored)
@@ -116,7 +116,7 @@ def make_trained_roles(
 
 
 def _residency(plan: RunPlan, backend: Backend) -> tuple[RunPlan, Residency]:
-    """Returns the plan with the device's memory, and what keeps to it. Raises UserError."""
+    """Returns the plan with the device's memory filled in, and the Residency that enforces it. Raises UserError."""
     if backend.device_memory_bytes is not None:
         plan = replace(plan, device_bytes=backend.device_memory_bytes)
     check_engine(plan)
@@ -149,7 +149,7 @@ def make_engine(
     sampling: SamplingParams,
     cache_config: KVCacheConfig,
 ) -> RolloutEngine:
-    """Makes the engine, without weights and asleep."""
+    """Builds the generator's engine, asleep and without weights."""
     _set_invariant(backend, is_batch_invariant(config, model))
     if config.generate_config.uses_vllm:
         on_host = config.context.target.keeps_weights_on_host
@@ -174,7 +174,7 @@ def make_engine(
 
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
-    """Makes the policy, without weights."""
+    """Builds the policy, without loading weights."""
     _set_invariant(backend, plan.batch_invariant)
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
@@ -201,12 +201,12 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
 
 
 def _set_invariant(backend: Backend, is_planned: bool) -> None:
-    # A compiler that was found may have failed.
+    # The plan assumed a working compiler, which may have failed since.
     backend.kernels.batch_invariant = is_planned and backend.kernels.has_slots
 
 
 def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Reference | None:
-    """Makes the reference, without weights."""
+    """Builds the reference model, without loading weights; None if the run needs none."""
     if plan.reference is None:
         return None
     weights = Weights(
@@ -226,7 +226,7 @@ def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -
 
 
 def _fill(weights: Weights, config: Config, backend: Backend, random_weights: bool) -> None:
-    """Gives the policy its initial weights."""
+    """Loads the policy's initial weights, or draws them."""
     if random_weights:
         fill_random(weights, config.rl_config.seed)
         return
@@ -238,7 +238,7 @@ def _fill(weights: Weights, config: Config, backend: Backend, random_weights: bo
 def _fill_reference(
     weights: Weights, plan: RunPlan, backend: Backend, base: Weights | None, random_weights: bool
 ) -> None:
-    """Gives the reference its weights: those of the policy `base` where that was read from the same files."""
+    """Loads the reference's weights; resharded from the policy's, `base`, if these come from the same files."""
     config = plan.config
     directory = config.reference_load
     if base is not None and (random_weights or directory == config.actor_config.load):
@@ -263,7 +263,7 @@ def _check_finite(weights: Weights, directory: str) -> None:
 
 
 def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:
-    """Returns the modes that the configuration asks for, in its order; `sampling` is the run's."""
+    """Returns the configured evaluation modes, in their order; `sampling` holds the training run's parameters."""
     rl = config.rl_config
     own = replace(
         sampling,
@@ -272,7 +272,7 @@ def evaluation_modes(config: Config, sampling: SamplingParams) -> list[Mode]:
     )
     known = {
         SAMPLED: Mode(SAMPLED, rl.eval_num_generations, own, rl.eval_pass_threshold),
-        # A second likeliest answer would be the first one again.
+        # A second greedy completion would equal the first.
         GREEDY: Mode(GREEDY, 1, replace(sampling, temperature=0.0), rl.eval_pass_threshold),
     }
     return [known[name] for name in rl.eval_modes]

@@ -1,7 +1,7 @@
-"""Answers held-out prompts and scores the answers: several samples a prompt, the likeliest answer, or both.
+"""Evaluates the policy on held-out prompts: several samples per prompt, a greedy completion, or both.
 
-The trainer's evaluations and `python -m mindgrpo eval` are this same code. The noise of sample j of prompt i is that of
-(seed, evaluation, step, i x n + j): none of training's.
+Training and `python -m mindgrpo eval` run this same code. Sample j of prompt i is drawn with the noise of (seed,
+evaluation, step, i * n + j), which training never uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Metric = float | int | None
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of answering: `num_samples` per prompt, drawn by `settings`; a reward of `threshold` or more has passed."""
+    """A decoding mode: `num_samples` per prompt with `settings`; pass@k counts rewards of `threshold` or more."""
 
     name: str
     num_samples: int
@@ -38,7 +38,7 @@ class Mode:
 
     @property
     def title(self) -> str:
-        """Returns its name in messages."""
+        """Returns the mode's name in messages."""
         if self.name == GREEDY:
             return "held out, greedy"
         return "held out" if self.num_samples == 1 else f"held out, {self.num_samples} a prompt"
@@ -46,9 +46,9 @@ class Mode:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of an evaluation in one mode; one of `prompts` per sample.
+    """Results of an evaluation in one mode; `prompts` has one entry per sample.
 
-    `seconds` is the time of generating alone, on this rank, without compiling.
+    `seconds` is this rank's generation time, without compilation and scoring.
     """
 
     mode: Mode
@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens that the policy wrote."""
+        """Returns the number of tokens that the policy generated."""
         return int(self.rollout.action_lengths.sum())
 
     @property
@@ -108,9 +108,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation says of the policy: `means` by reward, of the first mode, or of the loss, and all `metrics`.
+    """Results of an evaluation: all `metrics`, and `means`, the first mode's mean by reward function, or the loss.
 
-    `outcomes` has none of supervised training, whose loss `is_loss`: the lower, the better.
+    In supervised training `means` holds the held-out loss (`is_loss`: lower is better) and `outcomes` is empty.
     """
 
     means: dict[str, float | None]
@@ -130,7 +130,7 @@ def evaluation_metrics(outcomes: Sequence[Outcome]) -> dict[str, Metric]:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers prompts by `replicas` and scores the answers by `scorer`; `seed` is the run's."""
+    """Generates completions with `replicas` and scores them with `scorer`; `seed` is the run's."""
 
     replicas: Replicas
     scorer: RolloutScorer
@@ -144,10 +144,9 @@ class Evaluator:
         version: int,
         check: Callable[[], None] = lambda: None,
     ) -> list[Outcome]:
-        """Evaluates all modes; all ranks together, while the engine's weights, of `version`, and cache are on the
-        device.
+        """Evaluates in all modes. Collective; the engine's weights, of `version`, and cache have to be on the device.
 
-        `check` is called after generating, and raises where the evaluation is to end there.
+        `check` is called between generating and scoring, and may raise to end the evaluation.
         """
         compilations, outcomes = self.replicas.backend.compile_log.entries, []
         for mode in modes:

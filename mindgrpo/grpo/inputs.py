@@ -1,6 +1,6 @@
-"""Holds what a run or an evaluation is given, read and checked without a device: data, tokenizer, rewards, environment.
+"""The inputs of a run or an evaluation: data, tokenizer, rewards, environment; read and checked without a device.
 
-run/preflight.py reads it.
+run/preflight.py builds them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mindgrpo.rollout.turns import Turns
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutInputs:
-    """Holds what completions are drawn and scored with; `scorer` is None where nobody scores.
+    """Inputs to sample completions and score them; `scorer` is None where nothing is scored.
 
     `held_out` is None without an evaluation data set. `turns` are the tools or environments of conversations, `trial`
-    the environment's first one, and `form` is what users' reward functions get.
+    a first conversation with the environment, and `form` the format of completions for users' reward functions.
     """
 
     tokenizer: Tokenizer
@@ -40,7 +40,7 @@ class RolloutInputs:
         return [] if self.held_out is None else [self.held_out]
 
     def check_rewards(self) -> None:
-        """Puts the gold answers of two prompts of the first set through every reward. Raises UserError."""
+        """Scores the gold answers of two prompts of the first set with every reward, as a trial. Raises UserError."""
         if self.scorer is None:
             return
         two, trial = (self.sets[0][:2] * 2)[:2], self.trial
@@ -61,7 +61,7 @@ class RolloutInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs(RolloutInputs):
-    """Holds what a run works on; `notes` are for the user."""
+    """All inputs of a training run; `notes` are messages for the user."""
 
     plan: RunPlan
     prompts: PromptSet
@@ -73,15 +73,15 @@ class Inputs(RolloutInputs):
 
     @property
     def first_prompt(self) -> str:
-        """Returns what the policy gets to read first."""
+        """Returns the text of the first prompt, or of the environment's first one."""
         return self.prompts[0].text if self.trial is None else self.trial.text
 
     def prompt_lines(self) -> list[str]:
-        """Returns the first prompt, whole, as Python shows its lines: with spaces and line ends."""
+        """Returns the repr of each line of the first prompt, so that spaces and line ends are visible."""
         return [repr(line) for line in self.first_prompt.splitlines(keepends=True)]
 
     def data_lines(self) -> list[str]:
-        """Says how many rows were kept, dropped and cut, and how long prompts are."""
+        """Describes the data sets: rows kept, dropped and truncated, and prompt lengths."""
         if self.trial is None:
             lines = [self.prompts.report()]
             return lines + ([f"held out: {self.held_out.report()}"] if self.held_out else [])
@@ -92,7 +92,7 @@ class Inputs(RolloutInputs):
 
 
 def sampling_params(config: Config, tokenizer: Tokenizer) -> SamplingParams:
-    """Returns how completions are drawn, with the stop ids of the configuration or else of the tokenizer."""
+    """Returns the sampling parameters, with the configuration's stop ids, or else the tokenizer's."""
     own = config.generate_config.sampling_config
     stops = own.eos_token_id
     return SamplingParams(

@@ -1,7 +1,7 @@
-"""Holds the outcome of a step, and turns it into the metrics of its rows in metrics.jsonl and per_token.jsonl.
+"""The outcome of a step, and its conversion to rows of metrics.jsonl and per_token.jsonl.
 
-Metrics of updates are means over those that were made, those of rewards over samples whose reward is known; where there
-is none, they are None. The limit of the log-prob gap is checked here, too.
+Metrics of updates are means over the updates made, metrics of rewards means over samples with a known reward; a mean
+over nothing is None. The log-prob gap's limit is checked here, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mindgrpo.training.update import PerToken, UpdateReport
 
 @dataclass(frozen=True)
 class SkippedUpdate:
-    """Update number `update` of a step (from 0), over samples `members`, not made for the `cause` on `rank`."""
+    """Update `update` of a step (from 0) over samples `members`, skipped for the non-finite `cause` on `rank`."""
 
     update: int
     members: list[int]
@@ -43,8 +43,10 @@ class SkippedUpdate:
 
 @dataclass(frozen=True)
 class Resampling:
-    """Dynamic sampling in numbers: `groups` were replaced over `rounds`; `sampled_mean` is the reward of all samples
-    that were drawn, the replaced ones too: that of the step's own is biased by the choice. None where none is known.
+    """Statistics of dynamic sampling: `groups` were replaced in `rounds`.
+
+    `sampled_mean` is the mean reward of all samples drawn, including replaced ones, because the mean of the kept ones
+    is biased; None where no reward is known.
     """
 
     rounds: int
@@ -54,13 +56,12 @@ class Resampling:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutcome:
-    """`reports` are of the updates that were made; `lr` is the last update's.
+    """The outcome of a step: `reports` of the updates made, `skipped` ones, and the last update's `lr`.
 
-    `seconds` by phase on this rank, and of the whole under "step". `stats` are this rank's, of all the step's rollouts.
-    `resampling` is None without dynamic sampling, `correction` without a correction for the generator,
-    `partial` where every rollout is whole, `greedy` (float [groups], rewards) without remax. `late_compiles` counts
-    graphs compiled in steps after the session's first. `solved` counts the prompts that are not drawn again, None where
-    all are.
+    `seconds` are this rank's times by phase, with the whole step's under "step"; `stats` cover this rank's rollouts of
+    the step. None if the feature is off: `resampling` (dynamic sampling), `correction` (importance sampling
+    correction), `partial` (partial rollouts), `greedy` (float [groups], rewards of greedy completions for remax) and
+    `solved` (number of prompts no longer drawn). `late_compiles` counts graphs compiled after the session's first step.
     """
 
     batch: TrainBatch
@@ -79,7 +80,7 @@ class StepOutcome:
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
-    """Returns digests of a step's batch before the update, by their names in messages."""
+    """Returns digests of a step's batch before the update, by name for messages."""
     rollout = batch.rollout
     weights = batch.token_advantages, batch.rollout_is_weights
     return {
@@ -96,14 +97,14 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GapLimit:
-    """A limit of |generator - trainer| log-probs: of the largest of a step, or of their mean."""
+    """A limit on |generator - trainer| log-probs: on a step's largest, or with `of_mean` on the mean."""
 
     value: float
     of_mean: bool = False
 
 
-# In half precision the log-prob of a single unlikely token may be off by more than 1; the mean is steady. By dtype, and
-# for products of factors in bfloat16 (medium); the widest first.
+# By dtype, and "medium" for float32_matmul_precision medium; the widest limit first. In 16 bits the log-prob of one
+# unlikely token may be off by more than 1, but the mean is steady.
 GAP_LIMITS = {
     "bfloat16": GapLimit(0.5, of_mean=True),
     "medium": GapLimit(0.1, of_mean=True),
@@ -114,9 +115,9 @@ GAP_LIMITS = {
 
 @dataclass(frozen=True)
 class LogProbGap:
-    """|generator - trainer| log-probs of a step's tokens, in nats: their mean, the largest, and how many differ.
+    """|generator - trainer| log-probs of a step's tokens in nats: mean, largest, and number of `differing` tokens.
 
-    The largest is that of `token` of `sample`, both from 0, whose log-probs stand here.
+    The largest is at index `token` of `sample`, whose two log-probs are `generator` and `trainer`.
     """
 
     mean: float
@@ -129,11 +130,11 @@ class LogProbGap:
 
 
 class GapTooLarge(RuntimeError):
-    """The generator and the trainer disagree about the same tokens."""
+    """Raised where the generator's and the trainer's log-probs of the same tokens differ by more than the limit."""
 
 
 def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[str, Any]:
-    """Returns a step's row without what a run adds to it; all ranks together."""
+    """Returns a step's metrics, without those that a run adds. Collective."""
     metrics = step_metrics(outcome, roles.plan.config.rl_config.num_generations, prompts_used)
     return {**metrics, "weights_version": roles.policy.version, **resources(outcome, roles)}
 
@@ -141,7 +142,7 @@ def all_metrics(outcome: StepOutcome, roles: Roles, prompts_used: int) -> dict[s
 def gap_limit(
     config: Config, matmul_precision: str, compute_dtype: str, batch_invariant: bool = False
 ) -> GapLimit | None:
-    """Returns the limit that the configuration sets; by "auto", that of what generator and trainer compute in."""
+    """Returns the configured limit; for "auto", the widest limit of the precisions that generator and trainer use."""
     limit, generate = config.rl_config.logprob_gap_limit, config.generate_config
     if limit != "auto":
         return None if limit is None else GapLimit(limit)
@@ -155,7 +156,7 @@ def step_metrics(outcome: StepOutcome, num_generations: int, prompts_used: int) 
     """Returns the step's metrics; `prompts_used` counts the whole run's prompts."""
     rollout, scores = outcome.batch.rollout, outcome.scored.scores
     lengths, totals = rollout.action_lengths, scores.known_totals
-    # Of tokens that older weights wrote the difference is what the policy has learnt since.
+    # Tokens from older weights are left out: their gap is what the policy has learnt since.
     version = None if outcome.partial is None else outcome.partial.version
     gap = logprob_gap(outcome.batch, outcome.reports, version)
     return {
@@ -197,7 +198,7 @@ def _of_updates(outcome: StepOutcome) -> dict[str, Any]:
 
 
 def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
-    """Returns metrics of what the configuration has turned on."""
+    """Returns the metrics of optional features."""
     metrics: dict[str, Any] = {}
     if outcome.batch.sample_mask is not None:
         metrics["masked_fraction"] = float(1.0 - outcome.batch.sample_mask.mean())
@@ -246,10 +247,10 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
 def logprob_gap(
     batch: TrainBatch, reports: Sequence[UpdateReport], version: int | None = None
 ) -> LogProbGap | None:
-    """Returns the gap of the tokens that the policy wrote.
+    """Returns the log-prob gap over the policy's own tokens; None where no update was made.
 
-    The trainer's log-probs are those before the first update. With a `version`, only tokens that weights of it wrote
-    count. None where no update was made.
+    The trainer's log-probs are those before the first update. With a `version`, only tokens generated by that version
+    of the weights count.
     """
     trainer = trainer_logps(batch, reports)
     if trainer is None:
@@ -264,7 +265,7 @@ def logprob_gap(
     count = sum(int(masks[i].sum()) for i in gaps)
     if not count:
         return LogProbGap(0.0, 0.0, 0, 0, 0, 0.0, 0.0)
-    # Numpy takes what is no number for the largest.
+    # NaN counts as the largest, as in numpy's max.
     sample = max(gaps, key=lambda i: _order(gaps[i].max(initial=0.0)))
     token = int(gaps[sample].argmax())
     return LogProbGap(
@@ -283,9 +284,9 @@ def _order(value: float) -> float:
 
 
 def trainer_logps(batch: TrainBatch, reports: Sequence[UpdateReport]) -> PerToken | None:
-    """Returns the policy's log-probs before the first update, by sample; None where no update was made.
+    """Returns the trainer's log-probs before the first update, by sample; None where it has computed none.
 
-    The trainer's own: where the generator's are taken for the old ones, those of the first update's samples.
+    They are the old log-probs; if the generator's serve as such, the first update's, of its samples only.
     """
     if batch.old_logps is not None and batch.old_logps is not batch.rollout.generator_logps:
         return dict(enumerate(batch.old_logps))
@@ -293,7 +294,7 @@ def trainer_logps(batch: TrainBatch, reports: Sequence[UpdateReport]) -> PerToke
 
 
 def check_gap(gap: LogProbGap, limit: GapLimit) -> None:
-    """Raises GapTooLarge where the gap is above the limit."""
+    """Raises GapTooLarge if the gap exceeds the limit."""
     if (gap.mean if limit.of_mean else gap.largest) <= limit.value:
         return
     how = f"by {gap.mean:.3g} in the mean" if limit.of_mean else f"by up to {gap.largest:.3g}"
@@ -308,7 +309,7 @@ def check_gap(gap: LogProbGap, limit: GapLimit) -> None:
 
 
 def resources(outcome: StepOutcome, roles: TrainedRoles) -> dict[str, Any]:
-    """Returns this rank's times, and memory and traffic summed over ranks; all ranks together."""
+    """Returns this rank's times and peaks, and memory and traffic summed over ranks. Collective."""
     traffic, backend = roles.traffic, roles.backend
     copied = roles.host_device_bytes()
     ranks = backend.world.gather_objects(
@@ -343,11 +344,11 @@ def encoded(values: np.ndarray) -> str:
 def token_rows(
     batch: TrainBatch, reports: Sequence[UpdateReport], kl_estimator: str
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row per sample, in order; arrays are as long as its completion, nan where it is not the policy's.
+    """Yields a row per sample; encoded arrays are [completion length], nan for tokens that are not the policy's.
 
-    `logprob` is the generator's, `gap` the trainer's minus it, before the first update. `log_ratio` (to the log-probs
-    before the step; 0 where none are kept), `entropy` and `kl` are of the last update that had the sample in its loss.
-    What was not computed of a sample is left out.
+    `logprob` is the generator's, and `gap` the trainer's before the first update minus it. `log_ratio` (to the old
+    log-probs; 0 without any), `entropy` and `kl` are from the last update with the sample in its loss. Arrays that were
+    not computed for a sample are left out.
     """
     trainer = trainer_logps(batch, reports) or {}
     last = {i: report for report in reports for i in report.logps}
@@ -361,7 +362,7 @@ def token_rows(
             arrays["log_ratio"] = logps - (logps if old is None else old[i])
             arrays["entropy"] = last[i].entropies[i]
             if reference is not None:
-                # k3 of a small difference is a small number left over from large ones.
+                # k3 of a small difference cancels almost entirely.
                 exact = logps.astype(np.float64)
                 arrays["kl"] = kl_estimate(exact, reference[i], kl_estimator)
         mask = batch.rollout.action_mask[i]

@@ -1,6 +1,6 @@
-"""The roles of a run on this rank (policy, reference, engine), moved between phases and kept in step.
+"""The roles of a run on this rank: policy, reference and engine.
 
-Knows which role needs which memory when, and that the engine's weights are the policy's current ones.
+Moves each phase's roles onto the device, and keeps the weights of engine and reference in sync with the policy's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reference:
 
 
 class TrainedRoles:
-    """The policy alone, as supervised training has it."""
+    """The roles of supervised training: the policy alone."""
 
     reference: Reference | None = None
 
@@ -46,23 +46,24 @@ class TrainedRoles:
 
     @property
     def shape_choices(self) -> Mapping[str, ShapeChoice]:
-        """Returns what chooses the shapes of micro-batches, by phase."""
+        """Returns the chooser of micro-batch shapes of each phase."""
         return {"old_logps": self.policy.pipeline.shapes, "update": self.policy.shapes}
 
     def host_device_bytes(self) -> int:
-        """Counts bytes of this rank's pools and activations that passed between device and host since the last call."""
+        """Returns the bytes this rank copied between device and host since the last call."""
         counted, self._counted = self._counted, self.backend.host_device_bytes
         return self._counted - counted
 
     def enter(self, phase: str) -> None:
-        """Brings the phase's roles onto the device and sends the others away."""
+        """Loads the phase's pools onto the device and offloads the others."""
         self.residency.activate(phase)
 
 
 class Roles(TrainedRoles):
-    """`reference` is None where no loss needs one, `reference_mixup` where it stays as it is; see `sync_reference`.
+    """The roles of GRPO; `reference` is None if the loss needs none.
 
-    `traffic` is of the last publish.
+    `reference_mixup` is the policy's weight in `sync_reference`, None to keep the reference fixed. `traffic` is that of
+    the last weight transfer to the engine.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Roles(TrainedRoles):
         super().__init__(plan, backend, policy, residency)
         self.engine, self.reference, self.weight_check = engine, reference, weight_check
         self._to_engine = engine.transfer_from(policy.weights, policy.adapters, plan.reshard)
-        # The policy's way to the reference's weights, or to a copy that is then mixed into them.
+        # Transfers the policy's weights to the reference, or to a copy that is then mixed into it.
         self._mixup = reference_mixup
         self._to_reference: WeightSyncer | None = None
         self._reference_copy: Weights | None = None
@@ -94,7 +95,7 @@ class Roles(TrainedRoles):
 
     @property
     def shape_choices(self) -> Mapping[str, ShapeChoice]:
-        """Returns what chooses the shapes of micro-batches, by phase."""
+        """Returns the chooser of micro-batch shapes of each phase."""
         if self.reference is None or self.reference.pipeline is None:
             return super().shape_choices
         return {**super().shape_choices, "reference": self.reference.pipeline.shapes}
@@ -122,7 +123,7 @@ class Roles(TrainedRoles):
             self.engine.wake()
 
     def refresh_engine(self) -> None:
-        """Gives the engine the policy's current weights, unless it has them already."""
+        """Transfers the policy's current weights to the engine, unless it has them already."""
         policy = self.policy
         is_fresh = self.engine.version == policy.version
         if is_fresh and not self.weight_check.lacks(policy.version):
@@ -137,7 +138,7 @@ class Roles(TrainedRoles):
             self.traffic = self.engine.publish(transfer, policy.version)
 
     def enter_rollout(self) -> int:
-        """Gets the engine ready to draw by the policy's weights; returns their version. Raises WeightsDiffer."""
+        """Wakes the engine and verifies its weights; returns their version. Raises WeightsDiffer."""
         self.enter("rollout")
         self.weight_check.check(self._to_engine, self.policy.version)
         return self.policy.version

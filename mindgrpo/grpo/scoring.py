@@ -1,4 +1,4 @@
-"""Scores a rollout with the rewards of rank 0 and shares the scores with every rank."""
+"""Scores a rollout with the reward functions on rank 0 and broadcasts the scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mindgrpo.rollout.environment import NAME, rewards_in, turn_rewards, turns_o
 
 
 def number(value: float) -> float | None:
-    """Returns the value as JSON takes it: None for nan, the score of a sample that a reward did not score."""
+    """Returns the value for JSON, with None for nan, the score of a sample that could not be scored."""
     return None if value != value else float(value)
 
 
@@ -33,10 +33,10 @@ def reward_columns(
     finish_reasons: Sequence[str],
     conversations: Sequence[Messages],
 ) -> Columns:
-    """Returns the columns that rewards get, one value per sample.
+    """Returns the columns passed to reward functions, one value per sample.
 
-    `prompts` are the samples' rows and `begun` the rendered texts that they begin with; the policy's own tokens count
-    in `completion_lengths`. `conversations` are empty where completions have one turn.
+    `prompts` are the samples' rows and `begun` the rendered prompts. `completion_lengths` count the policy's own tokens
+    only. `conversations` are empty for single-turn completions.
     """
     own: dict[str, list[Any]] = {
         "prompts": list(begun),
@@ -45,11 +45,12 @@ def reward_columns(
         "finish_reasons": list(finish_reasons),
     }
     turns = {"messages": [list(messages) for messages in conversations]}
-    # A data set's own column of such a name wins: its author knows what it is for. Its `messages` are a prompt's.
+    # A data set's column of the same name wins over ours, but its `messages` are those of a prompt.
     return own | columns_of(prompts) | (turns if any(conversations) else {})
 
 
-# What users' reward functions get; as_prompts: messages for rows whose prompt is a list of messages, as TRL has it.
+# Format of completions for users' reward functions; as_prompts: messages if the row's prompt is a list of messages, as
+# in TRL.
 CompletionForm = Literal["text", "messages", "as_prompts"]
 
 
@@ -61,9 +62,9 @@ def message_columns(
     conversations: Sequence[Messages],
     openings: Sequence[Messages],
 ) -> Columns:
-    """Returns prompts and completions for functions that read messages; nothing where all read texts.
+    """Returns prompts and completions as messages, by column; empty if all samples are passed as texts.
 
-    `openings` are the messages of prompts that an environment gave, () for those of the data set.
+    `openings` are the messages of prompts from an environment, () for prompts of the data set.
     """
     are_messages = [
         form == "messages" or (form == "as_prompts" and prompt.example.is_conversation)
@@ -89,10 +90,10 @@ def message_columns(
 
 @dataclass(frozen=True)
 class Scored:
-    """Scores of a rollout; `texts` are the decoded completions on rank 0, where they were scored, and empty elsewhere.
+    """Scores of a rollout; `texts` are the decoded completions on rank 0, empty on other ranks.
 
-    `turn_rewards` float64 [turns] per sample are those of environments (rollout/environment.py), None without these;
-    `opened_with` are the prompts that environments gave, by sample, on rank 0.
+    `turn_rewards` are the environments' rewards, float64 [turns] per sample, None without environments. `opened_with`
+    are the environments' prompts by sample, on rank 0.
     """
 
     scores: Scores
@@ -101,9 +102,9 @@ class Scored:
     opened_with: Mapping[int, str] = field(default_factory=dict)
 
     def rows(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
-        """Yields one row per sample of `rollout`, on the rank that has the texts; `prompts` has one per sample.
+        """Yields one row per sample for completions.jsonl, on rank 0; `prompts` has one entry per sample.
 
-        `reward` is the total that advantages are computed from, with all weights.
+        `reward` is the weighted total, from which advantages are computed.
         """
         per_function = self.scores.per_function
         for i, prompt in enumerate(prompts):
@@ -116,12 +117,12 @@ class Scored:
                 "finish_reason": rollout.finish_reasons[i],
                 "length": int(rollout.action_lengths[i]),
                 "rewards": {name: number(values[i]) for name, values in per_function.items()},
-                # The shortest number that is this float32.
+                # The shortest decimal that rounds to this float32.
                 "reward": number(float(str(self.scores.total[i]))),
             }
 
     def with_replaced(self, indices: Sequence[int], fresh: Scored) -> Scored:
-        """Replaces the samples at `indices` by those of `fresh`, in order."""
+        """Returns a copy with the samples at `indices` replaced by those of `fresh`, in order."""
         texts = list(self.texts)
         if texts:
             for index, text in zip(indices, fresh.texts, strict=True):
@@ -139,10 +140,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class RolloutScorer:
-    """`rewards` and their worker processes are on rank 0 alone; None on the others.
+    """Scores rollouts; `rewards` and their worker processes exist on rank 0 only, None on other ranks.
 
-    `environment_weight` is that of the rewards of conversations' environments, None without these; `form` is what
-    users' functions get.
+    `environment_weight` is the weight of environments' rewards, None without environments; `form` is the format of
+    completions for users' functions.
     """
 
     rewards: Scorer | None
@@ -152,16 +153,16 @@ class RolloutScorer:
     form: CompletionForm = "text"
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
-        """Scores all samples, with one of `prompts` per sample; all ranks together, with the same result.
+        """Scores all samples; `prompts` has one entry per sample. Collective, with the same result on every rank.
 
-        A sample that a reward failed on has the mean of its group's others as its total, or of all others. Raises
-        UserError or RuntimeError where the reward side of rank 0 fails as a whole.
+        A sample whose reward failed gets the mean total of the others in its group, or else of all others. Raises
+        UserError or RuntimeError if scoring fails as a whole on rank 0.
         """
         texts: list[str] = []
         opened_with: dict[int, str] = {}
 
         def score_here() -> Scores:
-            # Rank 0 keeps the texts: the other ranks need none.
+            # Only rank 0 needs the texts.
             opened_with.update(self._opened_with(rollout, prompts))
             decoded, scores = self._score_here(rollout, prompts, opened_with)
             texts.extend(decoded)
@@ -195,7 +196,7 @@ class RolloutScorer:
     ) -> tuple[list[str], Scores]:
         assert self.rewards is not None
         ids = [tokens.tolist() for tokens in rollout.completion_ids]
-        # Of a conversation its last turn: what tools answered is not the policy's.
+        # Of a conversation, the last turn: the answers of tools are not the policy's.
         texts = [
             turns_of(messages)[-1]["content"] if messages else self.tokenizer.decode(tokens)
             for tokens, messages in zip(ids, rollout.messages, strict=True)

@@ -1,4 +1,4 @@
-"""Holds what a run works with on this rank (Run) and what its steps change besides weights (State)."""
+"""A run's fixed components on this rank (Run), and the state besides weights that its steps change (State)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.grpo.inputs import Inputs
 from mindgrpo.grpo.roles import TrainedRoles
 
-# Surrounds a phase, of which the name is known.
+# Phase name -> the context manager that the phase runs in.
 Phases = Callable[[str], AbstractContextManager[object]]
 RolesT_co = TypeVar("RolesT_co", bound=TrainedRoles, covariant=True)
 
 
 @dataclass(frozen=True)
 class Run(Generic[RolesT_co]):
-    """Holds what the steps of a run work with; the same on all ranks but for each one's part of the roles.
+    """The components that the steps of a run use; equal on all ranks except for each rank's part of the roles.
 
-    `phases` surrounds each phase of a step.
+    Each phase of a step runs inside `phases(name)`.
     """
 
     config: Config
@@ -36,21 +36,20 @@ class Run(Generic[RolesT_co]):
     phases: Phases = nullcontext
 
     def learning_rate(self, update: int) -> float:
-        """Returns the rate of an update, counted from 0 over the run."""
+        """Returns the learning rate of an update, counted from 0 over the run."""
         num_updates = self.num_steps * self.inputs.plan.batch.updates_per_step
         return self.config.actor_config.lr_schedule.rate(update, num_updates)
 
 
 @dataclass
 class State:
-    """What a run has after `step` steps, besides its weights: saved and restored as one, the same on all ranks.
+    """The resume state after `step` steps, besides weights; equal on all ranks, saved and restored as a whole.
 
-    A step changes it once, at its end, so that a run that is stopped within a step has the state before it. `position`
-    prompts were taken from the data over all epochs, and `solved` are the numbers of rows that are not drawn again.
-    `unfinished` are groups of partial rollouts, which continue in the next step, the oldest first; `baselines` those of
-    rae by role. `open_row` has the metrics of the last step while its evaluation is still to be made, None otherwise.
-    `best` is the best checkpoint on disk. `evaluations` are means by reward, the first of them from before the first
-    step; `seconds` and `compiles` (graphs) are those of earlier sessions.
+    A step changes it only at its end, so a run that stops within a step has the state before it. `position` counts the
+    prompts taken from the data over all epochs; `solved` are the indices of rows no longer drawn; `unfinished` are
+    groups of partial rollouts to continue, oldest first; `baselines` are rae's, by role. `open_row` holds the last
+    step's metrics until its evaluation is done, else None. `best` is the best checkpoint on disk. `evaluations` are
+    means by reward, the first from before the first step. `seconds` and `compiles` (graphs) sum over earlier sessions.
     """
 
     step: int = 0

@@ -1,6 +1,6 @@
-"""One GRPO step on this rank, one call a phase, each timed: sync, rollout, score, reference, old log-probs, update.
+"""One GRPO step on this rank, in timed phases: weight sync, rollout, score, reference, old log-probs, update.
 
-The trainer's loop and the benches run this same code.
+The trainer's loop and the benchmarks run this same code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks 
 
 
 class Stepper:
-    """Runs the steps of `run`, whose samples `replicas` draw and `scorer` scores; `partial` draws partial rollouts."""
+    """Runs the steps of `run`: `replicas` (or `partial`, for partial rollouts) draw samples, `scorer` scores them."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Stepper:
         self._late_compiles: int | None = None
 
     def run(self, state: State) -> StepOutcome:
-        """Runs the step after `state`, which is then that of its end; all ranks together, with the same outcome.
+        """Runs the step that follows `state`, and advances `state`. Collective, with the same outcome on every rank.
 
         Raises GapTooLarge.
         """
@@ -122,7 +122,7 @@ class Stepper:
         state.unfinished = () if self.partial is None else self.partial.unfinished
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Returns the step's row without what a run adds to it; all ranks together."""
+        """Returns the step's metrics, without those that a run adds. Collective."""
         metrics = all_metrics(outcome, self.roles, self._prompts.position)
         turns = self._run.inputs.turns
         if turns is not None:
@@ -132,9 +132,9 @@ class Stepper:
     def evaluate(
         self, prompts: Sequence[Prompt], step: int, check: Callable[[], None]
     ) -> Evaluation:
-        """Answers held-out prompts after `step` steps and scores the answers; all ranks together.
+        """Evaluates the policy on held-out prompts after `step` steps. Collective.
 
-        Raises what `check` raises, which is called between generating and scoring.
+        `check` is called between generating and scoring; its exceptions propagate.
         """
         self.roles.refresh_engine()
         version = self.roles.enter_rollout()
@@ -143,7 +143,7 @@ class Stepper:
         return Evaluation.of(evaluator.run(prompts, modes, step, version, check))
 
     def close(self) -> Capabilities:
-        """Ends the processes of rewards, tools, environments and the engine; returns what the engine is."""
+        """Ends the processes of rewards, tools, environments and the engine; returns the engine's capabilities."""
         self.scorer.close()
         if self.replicas.conversations is not None:
             self.replicas.conversations.close()
@@ -161,8 +161,8 @@ class Stepper:
     def collect(self, step: int) -> tuple[Rollout, Scored, Resampling | None]:
         """Generates the step's samples and scores them.
 
-        With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11) groups whose rewards are all equal
-        (advantage 0) are replaced by groups of further prompts; those that are equal after the last round stay.
+        With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11), groups whose rewards are all equal
+        (advantage 0) are replaced with groups of new prompts; those still equal after the last round are kept.
         """
         rl = self.config.rl_config
         if self.partial is not None:
@@ -176,7 +176,7 @@ class Stepper:
             groups = np.flatnonzero(is_equal).tolist()
             if not groups:
                 break
-            # Numbered beyond every sample of the rounds before, so that no noise is used twice.
+            # Sample numbers continue behind those of earlier rounds, so that no noise is used twice.
             first = number * len(rollout)
             fresh = self._rollout(step, self._prompts.replace(groups), first, groups)
             fresh_scored = self._score(fresh)
@@ -190,9 +190,9 @@ class Stepper:
         return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
 
     def greedy_rewards(self, step: int, rollout: Rollout) -> np.ndarray | None:
-        """Returns float [groups], the reward of the likeliest completion of each prompt, nan where it failed.
+        """Returns the reward of each prompt's greedy completion, float [groups], nan where scoring failed.
 
-        None if none is needed.
+        None unless the estimator needs them (remax).
         """
         if not self.config.rl_config.estimator.needs_greedy:
             return None
@@ -231,9 +231,9 @@ class Stepper:
     def _draw(
         self, step: int, drawn: Mapping[str, str], generate: Callable[[SeedKey, int], Rollout]
     ) -> Rollout:
-        """Gives the engine the current weights and calls `generate` with the step's noise key and the weights' version.
+        """Refreshes the engine's weights, then calls `generate` with the step's noise key and the weights' version.
 
-        `drawn` are digests of what has to be the same on every rank. Raises RanksDisagree.
+        `drawn` are digests that have to agree on every rank. Raises RanksDisagree.
         """
         seed = self.config.rl_config.seed
         with self._phase("reshard"), self.backend.computing():
@@ -249,7 +249,7 @@ class Stepper:
         with self._phase("score"):
             scored = self.scorer.score(rollout, self._prompts.owners(rollout.group_ids))
         if rl.no_positive_resampling is not None:
-            # What a reward failed on has the mean of others, but earned nothing.
+            # A sample whose reward failed has the mean of others as its total, which does not count as passed.
             passed = (scored.scores.total >= rl.eval_pass_threshold) & ~scored.scores.failed
             rates = passed.reshape(-1, rl.num_generations).mean(1)
             of_groups = rollout.group_ids[:: rl.num_generations]
@@ -269,9 +269,10 @@ class Stepper:
     def _old_logps(
         self, rollout: Rollout, packed: PackedRollout
     ) -> tuple[Arrays | None, StepExperts | None]:
-        """Returns the policy's log-probs before the step's first update, where they are needed, and a pass's experts.
+        """Returns the old log-probs, None if the loss needs none, and the experts that their forward pass recorded.
 
-        With batch-invariant kernels the generator's are the same, but for tokens that older weights wrote.
+        With batch-invariant kernels the generator's log-probs are reused: they are the same bits, except for tokens
+        that older weights generated (partial rollouts).
         """
         rl = self.config.rl_config
         if rl.old_source == "generator":
@@ -300,7 +301,7 @@ class Stepper:
         old_logps: Arrays | None,
         reference_logps: Arrays | None,
     ) -> tuple[TrainBatch, RolloutCorrection | None, tuple[int, NonFinite] | None]:
-        """Returns the batch, the rollout's correction, and (rank, the number) where something is not finite.
+        """Computes advantages; returns the batch, the correction, and (rank, number) of a non-finite number or None.
 
         Raises RanksDisagree.
         """
@@ -326,7 +327,7 @@ class Stepper:
         return batch, correction, agree_on_batch(self.backend, batch, rewards, bad, step)
 
     def _role_baselines(self, rollout: Rollout, scores: Scores) -> np.ndarray | None:
-        """Returns float64 [samples] of `role_baselines`, once a step; None where the estimator needs none."""
+        """Updates rae's moving averages, once per step; returns the baselines, float64 [samples], None without rae."""
         rl = self.config.rl_config
         column = rl.role_column
         if not rl.estimator.needs_baselines:
@@ -349,7 +350,7 @@ class Stepper:
         bad: tuple[int, NonFinite] | None,
         experts: StepExperts | None,
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
-        """Makes the step's updates (`make_updates`). Raises GapTooLarge before the weights have changed."""
+        """Runs the step's updates (`make_updates`). Raises GapTooLarge before any weight has changed."""
         plan = self._run.inputs.plan.batch
         shares = np.array_split(np.arange(len(batch)), plan.updates_per_rollout)
         first = step * plan.updates_per_step
@@ -371,9 +372,9 @@ class Stepper:
             )
 
     def _check_gap(self, batch: TrainBatch, first: UpdateReport) -> None:
-        """Checks the log-prob gap by the report of the step's first update. Raises GapTooLarge."""
+        """Checks the log-prob gap with the report of the step's first update. Raises GapTooLarge."""
         drawn = None if self.partial is None else self.partial.metrics
-        # Of tokens that older weights wrote the difference is what the policy has learnt since.
+        # Tokens from older weights are left out: their gap is what the policy has learnt since.
         gap = logprob_gap(batch, [first], None if drawn is None else drawn.version)
         backend = self.backend
         limit = gap_limit(
@@ -395,7 +396,7 @@ class Stepper:
 def make_stepper(
     run: Run[Roles], scorer: RolloutScorer, conversations: Conversations | None = None
 ) -> Stepper:
-    """Makes what runs the steps, with whole or partial rollouts as the configuration says."""
+    """Builds the Stepper, with whole or partial rollouts as configured."""
     plan = run.inputs.plan
     replicas = Replicas(run.roles.engine, plan.infer.mesh, run.backend, conversations)
     settings = PartialSettings.of(plan.batch)

@@ -1,7 +1,7 @@
 """One step of supervised training on this rank, and the loss on held-out rows.
 
-The update is GRPO's with every advantage 1 and no ratio: its loss is the mean negative log-likelihood of the tokens
-that are learnt, over the whole update.
+The update is GRPO's with every advantage 1 and no ratio, so that the loss is the mean negative log-likelihood of the
+update's trained tokens.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mindgrpo.models.pipeline import compute_log_probs
 from mindgrpo.rewards.scores import Scores
 from mindgrpo.rollout.engine import RolloutStats
 
-# What a run of GRPO has in its metrics and this one has not.
+# Prefixes of GRPO's metrics that supervised training does not have.
 _OF_ROLLOUTS = ("reshard/", "rollout/", "moe/routes_")
 
 
 def rows_as_rollout(rows: Sequence[Prompt]) -> Rollout:
-    """Makes samples of rows, each of a group of its own."""
+    """Turns rows into the samples of a rollout, each in a group of its own."""
     samples = tuple(as_sample(number, row.ids) for number, row in enumerate(rows))
     return Rollout(samples, tuple(range(len(samples))))
 
 
 class SupervisedStepper:
-    """Runs the steps of `run`: each is one update by the next rows."""
+    """Runs the steps of `run`; each is one update with the next rows."""
 
     def __init__(self, run: Run[TrainedRoles]) -> None:
         self._roles, self._rows = run.roles, run.prompts
@@ -46,7 +46,7 @@ class SupervisedStepper:
         self._late_compiles: int | None = None
 
     def run(self, state: State) -> StepOutcome:
-        """Runs the step after `state`, which is then that of its end; all ranks together, with the same outcome."""
+        """Runs the step that follows `state`, and advances `state`. Collective, with the same outcome on every rank."""
         backend, policy, step = self._roles.backend, self._roles.policy, state.step
         started, compiles = time.perf_counter(), len(backend.compile_log.entries)
         self._rows.position = state.position
@@ -81,20 +81,20 @@ class SupervisedStepper:
         )
 
     def metrics(self, outcome: StepOutcome) -> dict[str, Any]:
-        """Returns the step's row without what a run adds to it; all ranks together."""
+        """Returns the step's metrics, without those that a run adds. Collective."""
         return supervised_metrics(outcome, self._roles, self._rows.position)
 
     def evaluate(self, rows: Sequence[Prompt], step: int, check: Callable[[], None]) -> Evaluation:
-        """Computes the loss of held-out rows; all ranks together."""
+        """Computes the loss on held-out rows. Collective."""
         loss = held_out_loss(self._roles, rows)
         return Evaluation({"loss": loss}, {"eval/loss": loss}, is_loss=True)
 
     def close(self) -> None:
-        """Ends nothing: no process works for the run."""
+        """Does nothing: supervised training has no worker processes."""
 
 
 def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int) -> dict[str, Any]:
-    """Returns a step's row without what a run adds to it; all ranks together. `rows_used` counts the whole run's."""
+    """Returns a step's metrics, without those that a run adds; `rows_used` counts the whole run's rows. Collective."""
     rollout = outcome.batch.rollout
     report = outcome.reports[0] if outcome.reports else None
     metrics = {
@@ -115,9 +115,9 @@ def supervised_metrics(outcome: StepOutcome, roles: TrainedRoles, rows_used: int
 
 
 def held_out_loss(roles: TrainedRoles, rows: Sequence[Prompt]) -> float:
-    """Computes the mean negative log-likelihood of the rows' learnt tokens, in nats; all ranks together.
+    """Computes the mean negative log-likelihood of the rows' trained tokens, in nats. Collective.
 
-    What is packed and planned at a time has as many tokens as an update may have, however many rows are held out.
+    Rows are packed in pieces of at most an update's tokens, which bounds memory for any number of rows.
     """
     policy, plan = roles.policy, roles.plan
     mesh, total, count = policy.weights.layout.mesh, 0.0, 0
@@ -135,7 +135,7 @@ def held_out_loss(roles: TrainedRoles, rows: Sequence[Prompt]) -> float:
 
 
 def in_pieces(rows: Sequence[Prompt], most: int) -> Iterator[list[Prompt]]:
-    """Yields the rows in order, together as many as have at most `most` tokens; a longer one alone."""
+    """Splits the rows, in order, into lists of at most `most` tokens each; a longer row is alone in its list."""
     piece: list[Prompt] = []
     tokens = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Makes the updates of a step, once all ranks agree on their batch; of GRPO and of supervised training alike."""
+"""Runs the updates of a step, after all ranks agree on the batch; shared by GRPO and supervised training."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ DIFFERENT_SAMPLES = (
 def agree_on_batch(
     backend: Backend, batch: TrainBatch, rewards: np.ndarray, bad: NonFinite | None, step: int
 ) -> tuple[int, NonFinite] | None:
-    """Compares the batch of step number `step` (from 0) over the ranks, which call it together.
+    """Verifies that all ranks have the same batch of step `step` (from 0). Collective. Raises RanksDisagree.
 
-    `bad` is this rank's number that is not finite. Returns (rank, number) of the first that has one, before anything
-    is compared. Raises RanksDisagree.
+    `bad` is a non-finite number found on this rank. If any rank has one, returns (rank, number) of the first such rank
+    without a comparison; otherwise None.
     """
     by_rank = backend.world.gather_objects((bad, step_digests(batch, rewards)))
     for rank, (number, _) in enumerate(by_rank):
@@ -47,11 +47,11 @@ def make_updates(
     check: Callable[[UpdateReport], None] | None = None,
     experts: StepExperts | None = None,
 ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
-    """Makes one update of each of `shares`, samples of the batch; returns reports, skipped updates and the last rate.
+    """Runs one update for each of `shares`, arrays of sample indices; returns reports, skipped updates and the last lr.
 
-    `learning_rate` is by the update's number in the step. Skips all of them where `bad` names a number of the batch
-    that is not finite. Raises what `check` raises of the first report, before the weights have changed. `experts` are
-    as in `update`.
+    `learning_rate` maps the update's index in the step to its rate. All updates are skipped if `bad` names a non-finite
+    number in the batch. `check` gets the first report; its exceptions propagate before any weight has changed.
+    `experts` are as in `update`.
     """
     reports: list[UpdateReport] = []
     skipped: list[SkippedUpdate] = []

@@ -1,4 +1,4 @@
-"""Describes a run in a few lines before its first step, with warnings where a choice does not do what its name says."""
+"""Describes a run in a few lines before its first step, with warnings about keys whose names would mislead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUPERVISED = (
 
 
 def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, list[str]]:
-    """Lists the lines of the banner by section, in its order; those of the run's folder and notes are to be added."""
+    """Returns the banner's lines by section, in order, without those of the run's folder and notes."""
     plan, tokenizer = inputs.plan, inputs.tokenizer
     config, model, lora = plan.config, plan.model, plan.lora
     steps = f"{plan.steps_text(len(inputs.prompts))} on {counted(backend.world_size, 'rank')}"

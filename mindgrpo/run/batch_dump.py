@@ -1,7 +1,7 @@
-"""Keeps a batch with a number that is not finite in a folder: all that its update was made of, to make it again.
+"""Dumps a batch with a non-finite number to a folder, with everything needed to replay its update.
 
-The folder has batch.json, batch.safetensors, config_resolved.yaml and, where asked for, the weights as hf/. It is
-complete or not there at all, and none is overwritten.
+The folder has batch.json, batch.safetensors, config_resolved.yaml and, if asked for, the weights as hf/. It is written
+atomically and never overwrites another.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ BATCH_BY_SAMPLE = ("advantages", "sample_mask")
 
 
 class About(BaseModel):
-    """Describes an update: `step` counts from 1, `update` within it from 0; `members` are its samples, from 0.
+    """Identifies an update: `step` counts from 1, `update` within the step from 0; `members` are its sample indices.
 
-    `updates` were made before it over the run, by which it draws its random numbers.
+    `updates` is the number of earlier updates of the run, which seeds the update's random numbers.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -52,7 +52,7 @@ class About(BaseModel):
 
 @dataclass(frozen=True)
 class Dump:
-    """`rewards` float32 [samples] by function and under "total"."""
+    """A dumped batch; `rewards` are float32 [samples] by function, and under "total"."""
 
     about: About
     batch: TrainBatch
@@ -60,13 +60,13 @@ class Dump:
 
 
 def with_arrays(dump: Dump, arrays: Mapping[str, Sequence[Any]]) -> Dump:
-    """Returns the dump with arrays of its samples that other ranks may have had."""
+    """Returns the dump with the samples' remote arrays filled in."""
     rollout = dump.batch.rollout.with_arrays(arrays)
     return replace(dump, batch=replace(dump.batch, rollout=rollout))
 
 
 def write(target: Path, dump: Dump, config: Path, weights: Path | None) -> None:
-    """Writes a folder, on one rank; the folder `weights` is moved into it. Raises OSError."""
+    """Writes a dump's folder, on one rank, and moves the folder `weights` into it. Raises OSError."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""Saves a run's state: what is saved, when, and which checkpoints stay; resume.py reads it.
+"""Saves a run's checkpoints: their content, when they are due, and which are kept; resume.py loads them.
 
-All ranks make the same calls. A checkpoint is complete only once its step's row is written, so it is begun before and
-committed after. One that cannot be written ends no run: that is reported and counted, and the earlier one stays.
+All methods are collective. A checkpoint is valid only once its step's row is written, so it is begun before the row and
+committed after it. A failed write does not end the run: it is reported and counted, and the earlier checkpoint stays.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Phase = Callable[[str], AbstractContextManager[None]]
 
 
 class RunCheckpoints:
-    """Saves one run, which begins or continues with `state`."""
+    """Saves the checkpoints of one run, which starts or resumes with `state`."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RunCheckpoints:
         self._saved = saved_roles(config, roles)
         self._saver = Saver(record.directory, self._backend)
         self._state = state
-        # A run that continues in another folder has none of the earlier one's.
+        # A run that continues in another folder has no checkpoints of the earlier folder.
         self._newest = state.step if state.step and self._is_there(state.step) else 0
         if state.best is not None and not self._is_there(state.best.step):
             state.best = None
@@ -71,12 +71,12 @@ class RunCheckpoints:
 
     @property
     def newest(self) -> int:
-        """Returns the step of the newest checkpoint, 0 where there is none."""
+        """Returns the step of the newest checkpoint, 0 if there is none."""
         return self._newest
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Returns the reward, score, step and path of the best checkpoint on disk; None where there is none."""
+        """Returns the reward, score, step and path of the best checkpoint on disk; None if there is none."""
         best = self._state.best
         if best is None:
             return None
@@ -90,16 +90,16 @@ class RunCheckpoints:
 
     @property
     def resume_command(self) -> str:
-        """Returns what resumes the run: a command for a shell, or in an interactive session what to call there."""
+        """Returns the shell command that resumes the run, or in an interactive session the Python call."""
         directory = self._record.directory
         if is_interactive():
             return f"train(), or rl_config.resume_training true and output_dir {directory}"
         return resume_command(sys.argv, sys.orig_argv, os.environ, directory)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Makes a checkpoint of `step` due if its score is better than that of the best on disk.
+        """Makes a checkpoint of `step` due if its score is better than the best on disk.
 
-        Raises UserError for a reward that there is not.
+        Raises UserError if save_ckpt_best names an unknown reward.
         """
         name, means = self._rl.save_ckpt_best, evaluation.means
         if name is None:
@@ -129,7 +129,7 @@ class RunCheckpoints:
         return bool(interval) and (step % (interval or 1) == 0 or step == num_steps)
 
     def begin(self, state: State, in_background: bool = True) -> dict[str, Any]:
-        """Saves a step's state, all but its name; returns metrics for its row."""
+        """Writes a step's checkpoint under a temporary name; returns metrics for the step's row."""
         self.commit()
         started, step, row = time.perf_counter(), state.step, state.open_row
         stored = RunState(
@@ -184,7 +184,7 @@ class RunCheckpoints:
         self._roles.enter("reference" if role == "reference" else "update")
 
     def step_done(self) -> dict[str, Any]:
-        """Names a checkpoint that was written between steps; returns metrics for the next row."""
+        """Commits a checkpoint that was written in the background; returns metrics for the next row."""
         if self._saver.pending is not None:
             written = self._backend.world.gather_objects(self._saver.is_written)
             if all(written):
@@ -192,7 +192,7 @@ class RunCheckpoints:
         return {"checkpoint/errors": self._errors} if self.enabled else {}
 
     def commit(self, wait: bool = True) -> None:
-        """Completes the checkpoint that was begun, if there is one; without `wait` only one in the foreground."""
+        """Commits the checkpoint that was begun, if any; without `wait`, only a foreground one."""
         step = self._saver.pending
         if step is None or (not wait and self._rl.save_ckpt_async):
             return
@@ -210,7 +210,7 @@ class RunCheckpoints:
             self._delete_old()
 
     def settle(self, last_row: int) -> None:
-        """Completes the checkpoint that was begun, or discards it, where a file of the run could not be written.
+        """Commits or discards the begun checkpoint after a file of the run could not be written.
 
         `last_row` is the last step whose row is written.
         """
@@ -221,7 +221,7 @@ class RunCheckpoints:
 
     @property
     def safe(self) -> str:
-        """Returns part of a sentence: what there is to resume from, and how."""
+        """Returns a clause for messages: which checkpoint can be resumed, and how."""
         if self._newest:
             folder = folders.folder_of(self._record.directory, self._newest)
             saved = f"the checkpoint of step {self._newest} is safe: {folder}"
@@ -231,7 +231,7 @@ class RunCheckpoints:
         return "no checkpoint was asked for (rl_config.save_ckpt_interval is 0)"
 
     def _best_with(self, step: int) -> Best | None:
-        """Returns the best checkpoint once that of `step` is on disk."""
+        """Returns the best checkpoint, given that `step`'s is on disk."""
         better = self._better
         return better if better is not None and better.step == step else self._state.best
 

@@ -1,4 +1,4 @@
-"""Writes evaluations: evaluations.jsonl, one object each, eval_completions.jsonl, one per sample, and a table."""
+"""Writes evaluations.jsonl (one row per evaluation), eval_completions.jsonl (one per sample), and a table."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mindgrpo.monitor.metrics import append_rows, read_metrics
 def write_evaluation(
     folder: Path, step: int, outcomes: Sequence[Outcome], with_completions: bool
 ) -> None:
-    """Appends to both files in `folder`."""
+    """Appends an evaluation to both files in `folder`."""
     append_rows(folder / "evaluations.jsonl", step, [evaluation_metrics(outcomes)])
     if with_completions:
         write_completions(folder / "eval_completions.jsonl", step, outcomes)
 
 
 def before_and_after(path: Path) -> list[str]:
-    """Compares means ± standard errors of the first evaluation, if that was before the first step, and of the last one.
+    """Compares the evaluation before the first step, if there is one, with the last, as means ± standard errors.
 
-    `path`: evaluations.jsonl. A row for each reward function, and one for the largest k of its pass@k.
+    `path`: evaluations.jsonl. Returns a row for each reward function, and one for the largest k of its pass@k.
     """
     evaluations = read_metrics(path)
     columns = {"after": evaluations[-1]}
@@ -55,7 +55,7 @@ def write_completions(path: Path, step: int, outcomes: Sequence[Outcome]) -> Non
 
 
 def details(outcome: Outcome) -> dict[str, Any]:
-    """Describes how it was drawn and what that cost."""
+    """Describes the sampling of an evaluation, and its cost."""
     settings = outcome.mode.settings
     return {
         "num_generations": outcome.mode.num_samples,
@@ -70,7 +70,7 @@ def details(outcome: Outcome) -> dict[str, Any]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Formats a row for each function of each mode, and a line on what they were drawn from."""
+    """Formats a row for each reward function and mode, and a line about the prompts and sampling."""
     lines = []
     for outcome in outcomes:
         n = outcome.mode.num_samples

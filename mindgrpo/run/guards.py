@@ -1,6 +1,6 @@
-"""Ends a run that cannot learn any more: its numbers are not finite, or its rewards fail, step after step.
+"""Ends a run whose numbers are not finite, or whose rewards fail, in too many consecutive updates or steps.
 
-The batch of an update that was skipped is kept; no more than MOST_DUMPS of a run are: they are large, and alike.
+Batches of skipped updates are dumped, at most MOST_DUMPS per run, because they are large and alike.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MOST_DUMPS = 5
 
 
 class TooManySkipped(RuntimeError):
-    """Raised where updates are skipped again and again, so that nothing is learnt any more."""
+    """Raised after more than max_skipped_updates consecutive updates were skipped."""
 
 
 class NanGuard:
-    """Counts the updates that were skipped because a number is not finite, and ends a run after too many in a row.
+    """Ends a run after too many consecutive updates were skipped because of non-finite numbers, and dumps batches.
 
-    `directory` is the run's; `write_weights` writes the policy's into a new folder, all ranks together.
+    `directory` is the run's folder; `write_weights` writes the policy's weights into a new folder, collectively.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class NanGuard:
         self._in_a_row = self._dumps = 0
 
     def step_done(self, step: int, outcome: StepOutcome, version: int) -> dict[str, Any]:
-        """Returns metrics of step number `step` (from 0); all ranks together. Raises TooManySkipped."""
+        """Counts the skipped updates of step `step` (from 0) and returns metrics. Collective. Raises TooManySkipped."""
         num_updates = len(outcome.reports) + len(outcome.skipped)
         skipped = {skip.update: skip for skip in outcome.skipped}
         if skipped:
@@ -80,7 +80,7 @@ class NanGuard:
         kept, arrays = None, gathered_arrays(outcome.batch.rollout, self._backend.world)
         if self._backend.rank == outcome.skipped[0].rank:
             kept = self._dump(step, outcome, version)
-        # What is damaged may be one rank's alone: its batch is the one to look at.
+        # Damage may be on one rank only, whose batch is then the one to dump.
         kept = self._backend.world.gather_objects(kept)[outcome.skipped[0].rank]
         if self._backend.rank == 0:
             moved = weights if has_weights else None
@@ -112,16 +112,16 @@ class NanGuard:
 
 
 class RewardGuard:
-    """Ends a run whose rewards fail on every sample for `max_failed_steps` steps in a row (None: never).
+    """Ends a run in which no sample could be scored for `max_failed_steps` consecutive steps (None: no limit).
 
-    Counts alike on all ranks. A run of `num_steps` may not consist of such steps alone, however many are allowed.
+    All ranks count alike. A run of `num_steps` without a single scored step also ends with an error.
     """
 
     def __init__(self, max_failed_steps: int | None, num_steps: int | None = None) -> None:
         self._max, self._num_steps, self._failed_steps = max_failed_steps, num_steps, 0
 
     def step_done(self, step: int, scores: Scores) -> None:
-        """Counts step number `step`, from 1. Raises UserError with the functions' names and their last failures."""
+        """Counts step `step` (from 1). Raises UserError with the functions' names and last failures."""
         if not scores.failed.all():
             self._failed_steps = 0
             return

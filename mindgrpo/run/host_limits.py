@@ -1,4 +1,4 @@
-"""Checks that this machine holds what a run of a given plan takes: memory, disk, open files, versions, variables."""
+"""Checks that this host meets a plan's needs: memory, disk, open files, package versions, environment variables."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from mindgrpo.plan.memory import COPIES_IN_A_CHECKPOINT, unfinished_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, RunPlan
 from mindgrpo.run.machine_checks import Finding, needs
 
-# What a rank's process takes beside weights and cache, and what it opens: its libraries, links to other ranks, logs.
+# A rank's memory beside weights and cache, and its open files: libraries, links to other ranks, logs.
 RANK_BYTES = 300 << 20
 RANK_DESCRIPTORS = 256
 DESCRIPTORS_A_PEER = 4
 
 
 def refuse_what_cannot_run(plan: RunPlan, ranks_here: int | None, start: Start | None) -> None:
-    """Raises UserError for what cannot run, and prints warnings.
+    """Raises UserError if the plan cannot run on this host, and prints warnings.
 
-    `ranks_here` is None where nobody has said how many this host will run.
+    `ranks_here` is this host's number of ranks, None if unknown.
     """
     checks = [*needs(), disk(plan, start), descriptors(plan.world_size)]
     if ranks_here is not None and plan.config.context.target.keeps_weights_on_host:
@@ -57,7 +57,7 @@ def memory(plan: RunPlan, ranks: int) -> Finding:
 
 
 def refuse(finding: Finding) -> None:
-    """Raises UserError for an error."""
+    """Raises UserError if the finding is an error."""
     if finding.level == "error":
         raise UserError(f"{finding.what}, so the run cannot start: {finding.remedy}.")
 
@@ -85,7 +85,7 @@ def _checkpoint_bytes(plan: RunPlan) -> int:
 
 
 def disk(plan: RunPlan, start: Start | None = None) -> Finding:
-    """Compares the free disk with what the run writes, without what the folder that it resumes in already has."""
+    """Compares free disk space with the run's output, less the size of files already in a resumed folder."""
     rl, kept = plan.config.rl_config, 0
     output = Path(plan.config.output_dir or "output")
     if start is not None and start.output is not None:
@@ -116,7 +116,7 @@ def disk(plan: RunPlan, start: Start | None = None) -> Finding:
 
 
 def _existing(output: Path) -> Path:
-    """Returns the folder itself, or the one in which it would be made."""
+    """Returns the folder, or if it does not exist its nearest existing parent."""
     return next((path for path in (output, *output.absolute().parents) if path.is_dir()), output)
 
 

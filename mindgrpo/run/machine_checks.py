@@ -1,6 +1,6 @@
-"""Looks at the machine and says what would stop a run.
+"""Checks the machine for anything that would stop a run.
 
-Versions come from the installed packages' metadata, so it also works where an import would crash.
+Versions are read from the installed packages' metadata, so this works even where an import would crash.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SWITCHES = ("MINDGRPO_FORK", "MINDGRPO_NATIVE")
 
 @dataclass(frozen=True)
 class Finding:
-    """Says what was seen of the machine; `remedy` is of use where `level` is not ok."""
+    """The result of one check; `remedy` says what to do if `level` is not ok."""
 
     level: Level
     what: str
@@ -62,7 +62,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Looks at everything; a run can work where no finding has the level `error`."""
+    """Runs all checks; a run can work if no finding has the level `error`."""
     return [
         *needs(),
         _device(os.environ),
@@ -75,7 +75,7 @@ def findings() -> list[Finding]:
 
 
 def needs() -> list[Finding]:
-    """Looks at what every run needs, whatever its plan, as its preflight does, too."""
+    """Runs the checks that apply to every run, which preflight runs, too."""
     version = ".".join(map(str, sys.version_info[:3]))
     level: Level = "ok" if (3, 10) <= sys.version_info[:2] < (3, 13) else "error"
     python = Finding(level, f"Python {version}", "use Python 3.10, 3.11 or 3.12")
@@ -112,7 +112,7 @@ def _package(name: str, first: Numbers, end: Numbers, install: str) -> Finding:
 
 
 def wrong_variables(environment: Mapping[str, str]) -> list[str]:
-    """Says of each variable that cannot be used what is wrong; empty ones count as not set."""
+    """Returns a message for each environment variable with an invalid value; empty counts as unset."""
     wrong = []
     for name in COUNTS:
         value = environment.get(name, "")
@@ -144,12 +144,12 @@ def _kernels() -> Finding:
     try:
         return Finding("ok", f"C kernels are compiled: {native_library.build()}")
     except native_library.Unavailable as why:
-        # Steps are right without, and take several times as long.
+        # Steps are correct without it, but take several times as long.
         return Finding("warn", f"{why.what}: steps will be slow", why.remedy)
 
 
 def _engine(environment: Mapping[str, str]) -> Finding:
-    """Looks for vLLM, in an environment of its own; runs that do not ask for it need none."""
+    """Checks the separate environment of vLLM, which only runs with use_vllm need."""
     try:
         python = find_python(None, environment)
         versions = read_versions(python)
@@ -206,7 +206,7 @@ def _meeting_folder() -> Finding:
 
 
 def _capacity() -> list[Finding]:
-    """Looks at cores, memory, disk and open files; a run's preflight compares the last three with what it needs."""
+    """Reports cores, memory, disk and open files; preflight compares the last three with the plan's needs."""
     cores, memory = len(os.sched_getaffinity(0)), host_memory()
     free = shutil.disk_usage(".").free  # of the folder that runs write to by default
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

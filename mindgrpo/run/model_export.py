@@ -1,8 +1,8 @@
-"""Writes the policy's weights, with the tokenizer, as a Hugging Face directory that other libraries load.
+"""Exports the policy's weights and the tokenizer as a Hugging Face directory.
 
-The files are shared out to ranks that see the directory. Each gathers the parameters of its own through memory, a
-group at a time, and writes them as they arrive. A directory that already holds weights is refused. What cannot be
-written there is a CannotWrite on all ranks.
+The files are distributed over the ranks that see the directory. Each rank gathers the parameters of its files group by
+group and writes them as they arrive. A directory that already holds weights is refused. A failed write raises
+CannotWrite on all ranks.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ ALONE = Mesh(1, 1, 1)
 
 @dataclass(frozen=True)
 class ModelExport:
-    """Writes the policy of `roles` with the tokenizer, and its adapters."""
+    """Exports the policy of `roles` with the tokenizer, and its adapters."""
 
     roles: TrainedRoles
     tokenizer: Tokenizer
 
     def write(self, target: Path) -> None:
-        """Writes the complete model, adapters added in; all ranks together, with the policy on the device."""
+        """Exports the complete model with adapters merged in. Collective; the policy has to be on the device."""
         roles, policy, config = self.roles, self.roles.policy, self.roles.plan.config
         source, memory = config.actor_config.load, roles.residency
         weights = policy.weights
@@ -77,7 +77,7 @@ class ModelExport:
         on_first_rank(roles.backend, write_own)
 
     def write_all(self, target: Path, adapter_target: Path) -> None:
-        """Writes the complete model, and the adapters by themselves where there are any."""
+        """Exports the complete model and, if there are any, the adapters separately."""
         roles = self.roles
         roles.enter("old_logps")
         self.write(target)
@@ -96,10 +96,10 @@ def export_policy(
     adapters: Adapters | None = None,
     dtype: Dtype = "float32",
 ) -> None:
-    """Writes the complete model, adapters added in; all ranks together, with the policy's weights on the device.
+    """Exports the complete model with adapters merged in. Collective; the policy's weights have to be on the device.
 
-    A rank has one group of tensors in memory at a time (HostPlan counts it). Names and contents of the files depend on
-    the model and `dtype` alone. `source` is the directory that the run started from.
+    A rank holds one group of tensors in memory at a time (counted by HostPlan). Names and contents of the files depend
+    only on the model and `dtype`. `source` is the model directory that the run started from.
     """
     names = experts_of(Path(source))
     tensors = {t.name: t for t in file_tensors(in_model_order(weights.layout), names)}
@@ -141,7 +141,7 @@ def export_policy(
 
 
 class _Files:
-    """Writes each group of tensors to this rank's share of the files, as a TensorSink: `rows` of them, in turn."""
+    """A TensorSink that writes the groups' tensors to this rank's files; `rows[i]` are those of its i-th group."""
 
     def __init__(
         self, pool: Pool, writer: SafetensorsWriter, rows: Iterable[Sequence[FileRows]]
@@ -155,7 +155,7 @@ class _Files:
         return [self.pool]
 
     def take(self, tensors: HostTensors) -> None:
-        """Keeps what cannot be written in `error`: the other ranks are in the middle of the transfer."""
+        """Writes a group; stores a failure in `error`, because the other ranks are in the middle of the transfer."""
         if self.error is not None:
             return
 
@@ -171,7 +171,7 @@ class _Files:
 
 
 def experts_of(directory: Path) -> ExpertNames:
-    """Tells how a model directory's files have experts; without any, how those of its family do."""
+    """Returns the format of experts in a model directory's files; without experts, the family's format."""
     model = read_config(directory)
     has_files = model.moe is not None and any(directory.glob("*.safetensors*"))
     names = open_tensors(directory).names if has_files else ()
@@ -181,7 +181,7 @@ def experts_of(directory: Path) -> ExpertNames:
 def export_adapters(
     adapters: Adapters, backend: Backend, source: str, target: Path, memory: Residency
 ) -> None:
-    """Writes only the adapters, as the PEFT library reads them: adapter_model.safetensors and adapter_config.json."""
+    """Exports only the adapters in PEFT's format: adapter_model.safetensors and adapter_config.json."""
     own = adapters.weights
     full = Weights(own.layout.whole_on(ALONE), backend.rank, backend, "export", on_host_only=True)
     with memory.temporary_host("export_copy", [full.pool]):
@@ -229,11 +229,11 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
 
 
 def write_companions(source: Path, target: Path, dtype: str) -> None:
-    """Writes what a model directory holds beside weights: config.json, generation settings and the tokenizer."""
+    """Writes a model directory's other files: config.json, generation settings and the tokenizer."""
     config = dict(read_config(source).raw)
     config.pop("dtype", None)
     config["torch_dtype"] = dtype
-    # Layers that predict further tokens are not read, and so not written.
+    # Multi-token prediction layers are not read, and so not written.
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in config:
             config[key] = 0

@@ -1,6 +1,6 @@
-"""Makes local paths of the models and data sets that a configuration names on a hub, before anything reads them.
+"""Downloads the models and data sets that a configuration names on a hub, and replaces the names by local paths.
 
-All else sees paths alone. The names, with the commits that were read, are what a run records (`with_names`).
+Other code sees only paths. A run records the names with the commits that were read (`with_names`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EVALUATED = (*MODELS[:2], TOKENIZER, HELD_OUT)
 
 
 def wanted_by(config: Config, keys: Sequence[str] = ALL_KEYS, shapes: bool = False) -> list[Wanted]:
-    """Lists what is to be fetched for a configuration: what it reads and names on a hub. `shapes`: no weights."""
+    """Lists what a configuration reads from a hub and thus has to be fetched; with `shapes`, without weights."""
     rl, values = config.rl_config, values_by_key(config)
     choices = {
         DATA: replace(FOR_TRAINING, name=rl.dataset_split),
@@ -55,11 +55,11 @@ def wanted_by(config: Config, keys: Sequence[str] = ALL_KEYS, shapes: bool = Fal
 
 
 def fetch(wanted: Sequence[Wanted], shows_progress: bool = True) -> list[Path]:
-    """Returns for each the folder that has its files. Raises UserError.
+    """Returns the local folder of each item, after downloading what is missing. Raises UserError.
 
-    What is pinned and complete costs no process and no request.
+    An item that is pinned to a commit and complete on disk takes no process and no request.
     """
-    # The same for several keys is fetched once.
+    # An item that several keys name is fetched once.
     names = {(one.text, one.content, one.splits): one.text for one in wanted}
     left = {
         key: one
@@ -79,7 +79,7 @@ def _folder(wanted: Wanted, pinned: str) -> Path:
 
 
 def _fetched(wanted: Sequence[Wanted], shows_progress: bool) -> list[str]:
-    """Fetches in another process, in the environment as the user has it; returns pinned names. Raises UserError."""
+    """Downloads in a child process with the user's own environment; returns pinned names. Raises UserError."""
     set_for_ranks = os.environ.get(SET_BY_LAUNCHER, "").split()
     environment = {key: text for key, text in os.environ.items() if key not in set_for_ranks}
     if not shows_progress:
@@ -109,7 +109,7 @@ def _fetched(wanted: Sequence[Wanted], shows_progress: bool) -> list[str]:
 
 
 def fetch_local(text: str, content: Content, key: str, split: SplitChoice | None = None) -> Path:
-    """Returns a path: the one that `text` is, or the folder of what it names on a hub. Raises UserError."""
+    """Returns `text` as a path, or if it is a name on a hub the local folder of its files. Raises UserError."""
     if hub_name(text) is None:
         return Path(text)
     return fetch([Wanted(key, text, content, split)])[0]
@@ -122,10 +122,9 @@ def with_local_paths(
     earlier: Mapping[str, object] | None = None,
     shows_progress: bool = True,
 ) -> Loaded:
-    """Fetches what the configuration names on a hub, and returns it with paths in their place. Raises UserError.
+    """Fetches what the configuration names on a hub, and returns it with local paths instead. Raises UserError.
 
-    `earlier` are values of the run that is resumed: what it read at a commit is read at that commit again, unless the
-    configuration names a revision.
+    `earlier` are the values of a resumed run: its commits are used again unless the configuration names a revision.
     """
     wanted = [_as_before(one, earlier or {}) for one in wanted_by(loaded.config, keys, shapes)]
     if not wanted:
@@ -137,7 +136,7 @@ def with_local_paths(
 
 
 def with_names(config: Config) -> Config:
-    """Returns the configuration with names, and the commits that were read, in place of the paths of their copies."""
+    """Returns the configuration with local copies' paths replaced by their names on a hub and the commits read."""
     for key in ALL_KEYS:
         name = name_of_copy(str(values_by_key(config)[key]))
         config = config if name is None else _with_value(config, key, name)
@@ -163,7 +162,7 @@ def with_paths_of_ranks(
     keys: Sequence[str] = ALL_KEYS,
     earlier: Mapping[str, object] | None = None,
 ) -> Loaded:
-    """Does the same on all ranks together, who read the same commits: each host downloads once, if at all."""
+    """As `with_local_paths`, collectively: all ranks read the same commits, and each host downloads at most once."""
     if not wanted_by(loaded.config, keys):
         return loaded
 

@@ -1,4 +1,4 @@
-"""Reads and checks in one process, before a rank compiles, what a run is given: model, tokenizer, data, rewards.
+"""Reads and checks the inputs of a run before anything compiles: model configuration, tokenizer, data, rewards.
 
 Loads no weights and touches no device.
 """
@@ -61,7 +61,7 @@ MESSAGES_NOTE = (
 
 
 def try_environment(turns: Turns | None, prompts: PromptSet, ranks: Ranks) -> Trial | None:
-    """Has one rank try the environment, if there is one. Raises UserError, on all ranks."""
+    """Tries the environment on one rank, if there is one. Raises UserError on all ranks."""
     if not isinstance(turns, EnvironmentForm):
         return None
     trial: Trial = ranks.by_one(lambda: turns.check(prompts))
@@ -77,11 +77,11 @@ def prepare(
     scores: bool = True,
     form: CompletionForm = "text",
 ) -> Inputs:
-    """Reads everything. Raises UserError. `reward_functions` replace those of reward_config, weights included.
+    """Reads and checks all inputs. Raises UserError. `reward_functions` replace those of reward_config and its weights.
 
-    `ranks`, who all call this, share the reading of the data. Where this process `scores`, rewards begin to load
-    first, to be checked with `check_rewards` at the end. `form` is what they get where reward_config.completions does
-    not say; as_prompts also gives them the column `answer` as it is.
+    Collective over `ranks`, which share the work of reading data. If this process `scores`, reward functions start to
+    load first, and have to be checked with `check_rewards` afterwards. `form` is the format of completions for them if
+    reward_config.completions is unset; as_prompts also passes the column `answer` unchanged.
     """
     with ExitStack() as unless_read:
         scorer = scorer_of(config, reward_functions, reward_weights) if scores else None
@@ -96,7 +96,7 @@ def prepare(
 
 
 def read_model(config: Config) -> DecoderConfig:
-    """Reads the shapes of the actor's model."""
+    """Reads the configuration of the actor's model."""
     if not config.actor_config.load:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
@@ -105,9 +105,9 @@ def read_model(config: Config) -> DecoderConfig:
 
 
 def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
-    """Reads the configuration of the reference's model, None where it is that of the policy's, `model`.
+    """Reads the configuration of the reference model; None if it equals the policy's, `model`.
 
-    Raises UserError where they differ and the reference is to follow the policy.
+    Raises UserError if they differ although the reference is to be updated from the policy.
     """
     if not config.has_reference or config.reference_load == config.actor_config.load:
         return None
@@ -123,11 +123,11 @@ def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
 
 
 def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfig) -> None:
-    """Raises UserError where the reference's model, of other shapes, does not read the run's tokens."""
+    """Raises UserError if a reference model of other shapes does not have the run's vocabulary."""
     directory = config.reference_load
     known = load_tokenizer(directory).codec.get_vocab(with_added_tokens=True)
     vocabulary = tokenizer.codec.get_vocab(with_added_tokens=True).items()
-    # What the policy cannot read or write is in no sample.
+    # Tokens outside of the policy's vocabulary occur in no sample.
     own = {token: number for token, number in vocabulary if number < tokenizer.num_known}
     differing = sorted(token for token, number in own.items() if known.get(token) != number)
     if differing:
@@ -145,10 +145,7 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfi
 
 
 def read_tokenizer(config: Config, model: DecoderConfig) -> Tokenizer:
-    """Reads the tokenizer, with the configuration's chat template and the date that it tells.
-
-    It writes prompts that the model can read.
-    """
+    """Reads the tokenizer, with the configured chat template and date, and limits it to the model's vocabulary."""
     rl = config.rl_config
     tokenizer = load_tokenizer(config.tokenizer_dir, model_directory=config.actor_config.load)
     date = datetime.fromisoformat(rl.chat_template_date) if rl.chat_template_date else None
@@ -163,9 +160,9 @@ def held_out_prompts(
     evaluates: bool,
     keeps_answer: bool = False,
 ) -> PromptSet | None:
-    """Returns the held-out prompts; seeds where the run `evaluates`, None without any.
+    """Returns the held-out prompts, which may be seeds if the run `evaluates`; None without held-out rows.
 
-    `keeps_answer` is RowForm's.
+    `keeps_answer` is that of RowForm.
     """
     rl = config.rl_config
     if not rl.eval_dataset_file and not (rl.uses_seeds and evaluates):
@@ -175,7 +172,7 @@ def held_out_prompts(
 
 
 def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = ALONE) -> Inputs:
-    """Reads everything for supervised training. Raises UserError. `ranks`, who all call this, share the reading."""
+    """Reads all inputs of supervised training. Collective over `ranks`, which share the work. Raises UserError."""
     plan, tokenizer = _read_model(config, world_size, generates=False)
     rl = config.rl_config
     form = SupervisedForm(tokenizer, rl.seq_length, rl.prompt_overflow, rl.system_prompt or "")
@@ -277,7 +274,7 @@ def _read(
 
 
 def engine_notes(config: Config) -> list[str]:
-    """Returns notes on the environment of vLLM's engines. Raises UserError where there is none."""
+    """Returns notes on the environment of vLLM's engines. Raises UserError if there is no such environment."""
     if not config.generate_config.uses_vllm:
         return []
     block = config.generate_config.block_size
@@ -292,7 +289,7 @@ def engine_notes(config: Config) -> list[str]:
 
 
 def _stop_notes(sampling: SamplingParams, vocab_size: int) -> list[str]:
-    """Warns of ids that the model cannot draw: they never end a sample, so completions run to max_tokens."""
+    """Warns of stop ids outside of the vocabulary: they never end a sample, so completions run to max_tokens."""
     outside = [i for i in sampling.stop_ids if i >= vocab_size]
     if not outside:
         return []
@@ -325,7 +322,7 @@ def scorer_of(
     functions: Sequence[Reward] = rewards.verifier_function
     weights: Sequence[float] | None = config.verifier_weights
     if reward_functions is not None:
-        # Weights beside functions of the configuration are about those.
+        # Weights of the configuration belong to the configuration's functions.
         own = None if functions else rewards.verifier_weight
         if own is not None and reward_weights is not None and list(reward_weights) != own:
             raise UserError(

@@ -1,7 +1,7 @@
-"""Writes what a run leaves behind: its folder, metrics, completions, summary and picture; prints to the console.
+"""Writes a run's output: folder, metrics, completions, summary and picture; prints to the console.
 
-Only rank 0 writes and prints; calls of the other ranks do nothing. Once a file could not be written, so does
-rank 0, and `check_written` raises on all ranks.
+Only rank 0 writes and prints; calls on other ranks do nothing. After a failed write, rank 0 writes nothing more, and
+`check_written` raises on all ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mindgrpo.run.start import OutputPaths, continue_files, label_of, make_outpu
 
 
 class RunRecord:
-    """Records a run. `launched` is when the launcher started, in seconds since the epoch."""
+    """Records a run. `launched` is the launcher's start time, in seconds since the epoch."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RunRecord:
         launched: float,
         start: Start | None = None,
     ) -> None:
-        """Makes the folders. `start`: where a resumed run begins. Only process.json is written before `begin`."""
+        """Creates the folders; `start` is where a resumed run begins. Only process.json is written before `begin`."""
         self._loaded, self._backend = loaded, backend
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
@@ -83,7 +83,7 @@ class RunRecord:
         return label_of(self.directory)
 
     def begin(self, state: State, chosen: Candidate | None, is_complete: bool = False) -> None:
-        """Opens the files, as they were at the end of the step of the `chosen` checkpoint, whose state is `state`.
+        """Opens the files, cut back to the end of the `chosen` checkpoint's step, whose state is `state`.
 
         Raises CannotWrite.
         """
@@ -115,14 +115,14 @@ class RunRecord:
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        """Keeps what cannot be written here for `check_written`; nothing is written after it."""
+        """Stores a write error for `check_written`; nothing is written after it."""
         try:
             yield
         except CannotWrite as failed:
             self._failed, self._is_writer = failed, False
 
     def check_written(self) -> None:
-        """Raises CannotWrite on all ranks, which call it together, if a file could not be written."""
+        """Raises CannotWrite on all ranks if a file could not be written. Collective."""
 
         def check() -> None:
             if self._failed is not None:
@@ -131,7 +131,7 @@ class RunRecord:
         on_first_rank(self._backend, check)
 
     def history(self) -> dict[str, Any]:
-        """Returns this record's part of a RunState, as it is now."""
+        """Returns the recorder's current part of the RunState."""
         return {
             "seconds": self._state.seconds + time.time() - self._launched,
             "compiles": self._state.compiles + len(self._backend.compile_log.entries),
@@ -163,7 +163,7 @@ class RunRecord:
         self.trackers.check()
 
     def evaluated(self, step: int, evaluation: Evaluation) -> dict[str, Metric]:
-        """Keeps an evaluation, its means for the summary; returns its metrics."""
+        """Writes an evaluation, and keeps its means for the summary; returns its metrics."""
         self._state.evaluations.append(evaluation.means)
         if evaluation.is_loss:
             self.console.line(f"  held-out loss after step {step}: {evaluation.means['loss']:.4f}")
@@ -179,7 +179,7 @@ class RunRecord:
         return evaluation.metrics
 
     def rewards(self, when: str, scores: Scores) -> None:
-        """Prints a line for each reward that failed on a sample; what rewards printed goes to a file."""
+        """Prints a line for each reward function that failed; writes the functions' own output to a file."""
         if not self._is_writer:
             return
         for name, line in scores.messages.items():
@@ -195,7 +195,7 @@ class RunRecord:
                     output.write(text)
 
     def samples(self, step: int, owners: Sequence[Prompt], outcome: StepOutcome) -> None:
-        """Writes what step number `step` (from 1) sampled, `owners` one prompt a sample, and how its rewards failed."""
+        """Writes the samples of step `step` (from 1), and their reward failures; `owners` has a prompt per sample."""
         self.rewards(f"step {step}", outcome.scored.scores)
         if not self._is_writer or self._paths.completions is None:
             return
@@ -225,9 +225,10 @@ class RunRecord:
         ended: str | None = None,
         best: dict[str, Any] | None = None,
     ) -> None:
-        """Writes summary and report. `ended`: why the run ends before its last step.
+        """Writes summary and report. `ended`: why the run ends before its last step, None if it does not.
 
-        `engine` drew the samples, if one did; `best` is the best checkpoint's reward, score, step and path.
+        `engine` are the capabilities of the engine, if there was one; `best` is the best checkpoint's reward, score,
+        step and path.
         """
         if not self._is_writer:
             return

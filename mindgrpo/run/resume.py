@@ -1,7 +1,6 @@
-"""Begins a run where it was saved: fills the roles from a checkpoint, and says in which state its steps continue.
+"""Resumes a run: loads the roles' weights from a checkpoint, and returns the resume state.
 
-All ranks make the same calls. A checkpoint that turns out damaged is passed over for the one before, unless the user
-named it.
+All functions are collective. A damaged checkpoint is skipped for the previous one, unless the user named it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def resume(
     now: Identity,
     console: Console,
 ) -> tuple[State, Candidate | None]:
-    """Returns the state in which the run begins, and the checkpoint whose weights the roles then have, if any.
+    """Loads a checkpoint, if the run resumes; returns the state to start from and the checkpoint loaded, if any.
 
     Raises UserError.
     """
@@ -69,7 +68,7 @@ def resume(
 
 
 def saved_roles(config: Config, roles: TrainedRoles) -> dict[str, Weights]:
-    """Returns all weights that a run changes, by the name that they have in a checkpoint."""
+    """Returns all weights that training changes, by their names in checkpoints."""
     policy = roles.policy
     trained = "policy" if policy.adapters is None else "adapters"
     saved = {
@@ -83,7 +82,7 @@ def saved_roles(config: Config, roles: TrainedRoles) -> dict[str, Weights]:
 
 
 def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
-    """Digests the weights that the run only reads, which must still be on the device; all ranks together."""
+    """Digests the weights that the run only reads, which must still be on the device. Collective."""
     digests = {}
     if roles.policy.adapters is not None:
         digests["base"] = values_digest(roles.policy.weights, roles.backend)
@@ -93,7 +92,7 @@ def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
 
 
 def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
-    """Returns the roles that a checkpoint fills, so that their first weights need not be read."""
+    """Returns the roles whose weights come from a checkpoint and need not be loaded from the model."""
     if start is None or not start.candidates:
         return ()
     whole = () if config.actor_config.lora.rank is not None else ("policy",)
@@ -103,7 +102,7 @@ def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
 def _restore(
     start: Start, config: Config, roles: TrainedRoles, now: Identity, say: Callable[[str], None]
 ) -> Candidate:
-    """Fills the roles from the newest undamaged candidate. Raises UserError."""
+    """Loads the roles' weights from the newest undamaged candidate. Raises UserError."""
     saved = saved_roles(config, roles)
     reasons: list[str] = []
     for candidate in start.candidates:
@@ -122,7 +121,7 @@ def _restore(
 
 
 def _load(candidate: Candidate, saved: Mapping[str, Weights], backend: Backend) -> str | None:
-    """Loads a checkpoint or returns why it cannot be used, on all ranks alike. Raises UserError for another run's."""
+    """Loads a checkpoint, or returns why it is unusable; alike on all ranks. Raises UserError for another run's."""
     folder, manifest = candidate.folder, candidate.manifest
     check_tensors(folder, manifest, saved)
     error = None

@@ -1,7 +1,7 @@
-"""Decides where a run starts and where it writes: whether all ranks start alike, what it resumes, its files.
+"""Decides where a run starts and writes: compares the ranks, finds the checkpoint to resume, prepares the files.
 
-Another model, data set or algorithm than the one that was saved is an error unless the user allows it by name. What an
-earlier session wrote is cut, renamed or moved aside, never lost, and the user hears of it.
+Resuming with another model, data set or algorithm is an error unless the user allows the changed keys by name. Files of
+an earlier session are cut, renamed or moved aside, never lost, and the user is told.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FOLDER = Path(mindgrpo.__file__).parent
 
 
 def check_same_start(config: Config, backend: Backend) -> None:
-    """Compares the ranks, which call it together before all else. Raises UserError on all of them."""
+    """Verifies that all ranks have the same configuration and code. Collective. Raises UserError on all ranks."""
     values = {key: repr(value) for key, value in values_by_key(config).items()}
     # What auto is on this rank's processor.
     values[PRECISION_KEY] = repr(backend.matmul_precision)
@@ -51,7 +51,7 @@ def check_same_start(config: Config, backend: Backend) -> None:
 
 
 def check_configurations(by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Compares key -> value in words of each rank. Raises UserError."""
+    """Compares the ranks' configurations, {key: value as text} each. Raises UserError."""
     others = different_ranks([digest(sorted(values.items())) for values in by_rank])
     if not others:
         return
@@ -71,7 +71,7 @@ def code_digest() -> str:
 
 
 def find_start(loaded: Loaded, name: str) -> tuple[Start | None, Loaded]:
-    """Finds where a resumed run begins, None for a new run; returns the configuration with the date of its beginning.
+    """Returns the start of a resumed run, None for a new one, and the configuration with the original run's date.
 
     Raises UserError.
     """
@@ -87,12 +87,12 @@ def find_start(loaded: Loaded, name: str) -> tuple[Start | None, Loaded]:
 
 
 def saved_values(start: Start | None) -> Mapping[str, Any]:
-    """Returns the values by key of the run that is resumed, none for a new run."""
+    """Returns the resumed run's values by key, empty for a new run."""
     return start.candidates[0].manifest.identity.config if start and start.candidates else {}
 
 
 def _with_date(loaded: Loaded, start: Start | None) -> Loaded:
-    """Returns the configuration in which chat templates tell the date when the run began, unless the user named one."""
+    """Returns the configuration with chat_template_date set to the date when the run began, unless the user set it."""
     rl = loaded.config.rl_config
     if rl.chat_template_date is not None:
         return loaded
@@ -103,7 +103,7 @@ def _with_date(loaded: Loaded, start: Start | None) -> Loaded:
 
 
 def changes_since(start: Start | None, config: Config, inputs: Inputs) -> list[str]:
-    """Returns lines about what has changed since the checkpoint that a run resumes. Raises UserError."""
+    """Returns messages about allowed changes since the resumed checkpoint. Raises UserError for others."""
     if start is None or not start.candidates:
         return []
     return compare(start.candidates[0], config, identity_of(config, inputs))
@@ -166,7 +166,7 @@ def _as_json(values: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class OutputPaths:
-    """Names folders; `completions` and `tensorboard` are None where not wanted; `elsewhere` lists the user's."""
+    """The run's folders; `completions` and `tensorboard` are None if off; `elsewhere` lists folders the user chose."""
 
     directory: Path
     model: Path
@@ -176,7 +176,7 @@ class OutputPaths:
 
     @property
     def outside(self) -> dict[str, str]:
-        """Returns what a session that resumes could not find by the folder alone."""
+        """Returns the paths outside of the run's folder, which a resuming session could not find otherwise."""
         named = {"completions": self.completions, "tensorboard": self.tensorboard}
         return {
             name: str(path.absolute())
@@ -191,7 +191,7 @@ def label_of(directory: Path) -> str:
 
 
 def _folder_of(config: Config, start: Start | None) -> tuple[str | None, bool]:
-    """Returns the run's folder, None for a new one, and whether it may hold the run that is continued."""
+    """Returns the run's folder (None: to be created) and whether it may already hold the resumed run."""
     if start is None or start.output is None:
         return config.output_dir, False
     # A folder that is not the source's is a new run's, and must be free unless there is nothing to begin from.
@@ -199,7 +199,7 @@ def _folder_of(config: Config, start: Start | None) -> tuple[str | None, bool]:
 
 
 def check_folders(config: Config, name: str, start: Start | None) -> None:
-    """Raises UserError for all folders that the run cannot make or write; makes none."""
+    """Raises UserError for all folders that the run cannot create or write; creates none."""
     rl, profiler, msprobe = config.rl_config, config.profiler_config, config.msprobe_config
     asked, continues = _folder_of(config, start)
     folders = {
@@ -226,7 +226,7 @@ def check_folders(config: Config, name: str, start: Start | None) -> None:
 
 
 def make_output_paths(config: Config, name: str, start: Start | None) -> OutputPaths:
-    """Makes the run's folders. Raises UserError for what cannot be made or written."""
+    """Creates the run's folders. Raises UserError for those that cannot be created or written."""
     asked, continues = _folder_of(config, start)
     directory = run_directory.create(asked, name, continues=continues)
     label = label_of(directory)
@@ -261,7 +261,7 @@ def make_output_paths(config: Config, name: str, start: Start | None) -> OutputP
 def continue_files(
     paths: OutputPaths, start: Start | None, chosen: Candidate | None, keep_model: bool
 ) -> list[str]:
-    """Makes the files those of the end of the chosen checkpoint's step; returns lines for the user.
+    """Cuts the run's files back to the end of the chosen checkpoint's step; returns messages for the user.
 
     Raises UserError.
     """
@@ -290,7 +290,7 @@ def continue_files(
 
 
 def _row_files(paths: OutputPaths, rows_until: int, step: int) -> list[tuple[Path, int]]:
-    """Lists each file of rows, and the last step that it holds at the end of `step`."""
+    """Returns each file of rows with the last step to keep in it, for a run that resumes after `step`."""
     completions = (paths.completions or paths.directory) / "completions.jsonl"
     return [(paths.directory / name, rows_until) for name in run_directory.ROWS] + [
         (completions, step),
@@ -321,6 +321,6 @@ def _continue(paths: OutputPaths, step: int, rows_until: int, keep_model: bool) 
 
 
 def run_name(files: Sequence[Path]) -> str:
-    """Names a run after its configuration's files, or after the folders of those that are called like every other."""
+    """Names a run after its configuration files, or after the folders of files with a generic name."""
     common = ("grpo_config", "config")
     return "-".join((file.stem in common and file.parent.name) or file.stem for file in files)

@@ -1,9 +1,9 @@
-"""Ends a run before its last step for a signal or when its time is up; all ranks agree where a phase begins.
+"""Ends a run early for a signal or when its time is up; all ranks agree on it at the start of a phase.
 
-A signal only leaves a wish, since a rank that stopped by itself would leave the others waiting; the second signal
-ends the process at once. Under a launcher it is the launcher that ends it: schedulers signal every process of a job,
-and a rank then hears of one signal twice. In a session such as a notebook's, the second one ends the run at once, and
-the process never.
+A signal handler only records the request, because a rank that stopped alone would leave the others waiting. A second
+signal ends the process at once; under a launcher that is left to the launcher, because schedulers signal every process
+of a job and a rank then gets one signal twice. In an interactive session, such as a notebook, a second signal ends the
+run at once, but never the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class Stop(Exception):
-    """Raised on all ranks alike; `status` is what the program is to end with."""
+    """Raised on all ranks alike to stop the run; `status` is the program's exit status."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class Stop(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ends a run, and not the process, where somebody has pressed Ctrl-C or a notebook's stop button."""
+    """Ends a run, but not the process, after Ctrl-C or a notebook's stop button."""
 
     def _render_traceback_(self) -> list[str]:
         """Returns the lines that IPython shows, in a notebook too."""
@@ -50,7 +50,7 @@ class Stopping:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes signals over, where Python lets it: in the main thread."""
+        """Installs signal handlers inside the block, if in the main thread, where Python allows it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -79,7 +79,7 @@ class Stopping:
             os.write(1, words.encode())
 
     def check(self) -> None:
-        """Raises Stop, where a phase begins, if any rank has received a signal."""
+        """Raises Stop if any rank has received a signal. Collective, at the start of a phase."""
         if not self._received:
             # Compiling a graph puts MindSpore's handler there, which turns SIGINT into SIGTERM.
             for number in self._heard:
@@ -90,7 +90,7 @@ class Stopping:
             raise Stop(reason, 128 + received)
 
     def check_time(self) -> None:
-        """Raises Stop, where a step has ended, for a signal, or when the run's time is up by the first rank's clock."""
+        """Raises Stop for a signal, or if the run's time is up by rank 0's clock. Collective, at the end of a step."""
         self.check()
         if self._max_seconds is None:
             return

@@ -1,6 +1,6 @@
-"""Trains a model from its first step to its last, the same on every rank: open, steps, export, close.
+"""The training loop, the same on every rank: open, steps, export, close.
 
-A step of GRPO is grpo/step.py, one of supervised training grpo/supervised.py; the configuration says which it is.
+The configuration selects GRPO (grpo/step.py) or supervised training (grpo/supervised.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mindgrpo.run.watch import Watch
 
 @dataclass(frozen=True)
 class Rewards:
-    """Reward functions that a program gives in place of the configuration's, their weights, and what they get."""
+    """Reward functions passed by a program instead of the configuration's, with weights and format of completions."""
 
     functions: Sequence[Reward] | None = None
     weights: Sequence[float] | None = None
@@ -59,16 +59,16 @@ class Rewards:
 
 
 class TrainingLoop:
-    """Runs the steps of a run: what stays is in `run`, what they change besides weights in `state`."""
+    """Runs the steps of a run: `run` holds the fixed components, `state` what steps change besides weights."""
 
     def __init__(self, config: Config | Loaded, name: str, rewards: Rewards) -> None:
         self._config, self._name, self._rewards = config, name, rewards
         self._open(config)
 
     def _open(self, config: Config | Loaded) -> None:
-        """Checks what the run is given, connects the ranks, loads weights and resumes; all ranks together.
+        """Checks the inputs, connects the ranks, loads weights and resumes. Collective.
 
-        Raises UserError, on all ranks alike.
+        Raises UserError on all ranks alike.
         """
         launched = float(os.environ.get("MINDGRPO_LAUNCHED_AT", time.time()))
         loaded = config if isinstance(config, Loaded) else config_with(config, {})
@@ -133,7 +133,7 @@ class TrainingLoop:
         self._is_over = False
 
     def _train(self) -> Path:
-        """Runs to the end, writes the model and closes; returns the run's folder.
+        """Runs all steps, exports the model and closes; returns the run's folder.
 
         Raises SystemExit or KeyboardInterrupt after a signal, and CannotWrite.
         """
@@ -157,7 +157,7 @@ class TrainingLoop:
         return self.record.directory
 
     def _run_to_end(self) -> Stop | None:
-        """Runs the steps; returns why the run has ended before its last step, if it has. Raises CannotWrite."""
+        """Runs the steps; returns why the run ended before its last step, or None. Raises CannotWrite."""
         try:
             try:
                 self._run_steps()
@@ -211,7 +211,7 @@ class TrainingLoop:
         return metrics | self._nan_guard.step_done(state.step - 1, outcome, version)
 
     def _evaluate(self) -> dict[str, Any]:
-        """Evaluates the policy and returns the metrics; none without held-out rows. Raises Stop."""
+        """Evaluates the policy; returns its metrics, none without held-out rows. Raises Stop."""
         run, step = self.run, self.state.step
         if run.inputs.held_out is None:
             return {}
@@ -226,7 +226,7 @@ class TrainingLoop:
         return self.record.evaluated(step, evaluation)
 
     def _end_step(self, evaluation: dict[str, Any]) -> None:
-        """Writes the step's row with its evaluation's metrics, and its checkpoint where one is due."""
+        """Writes the step's row, with the evaluation's metrics, and a checkpoint if one is due."""
         state, checkpoints = self.state, self.checkpoints
         metrics = {**(state.open_row or {}), **evaluation}
         state.open_row = None
@@ -240,7 +240,7 @@ class TrainingLoop:
         checkpoints.commit(wait=False)
 
     def _save(self) -> None:
-        """Saves a checkpoint of the steps done, unless there is one or none was asked for. Raises CannotWrite."""
+        """Saves a checkpoint of the steps done, unless it exists or checkpoints are off. Raises CannotWrite."""
         self.record.check_written()
         self.checkpoints.commit()
         if self.checkpoints.enabled and self.checkpoints.newest < self.state.step:
@@ -254,7 +254,7 @@ class TrainingLoop:
         self.has_model = True
 
     def _rescue_model(self) -> None:
-        """Writes the model of a run that cannot continue, where there is room for it."""
+        """Exports the model of a run that cannot continue, if there is disk space for it."""
         plan, target = self.run.inputs.plan, self.record.model_directory
         has_room = on_first_rank(self.run.backend, lambda: has_room_for_model(plan, target))
         if has_room and self.state.step and not self.has_model:
@@ -286,7 +286,7 @@ class TrainingLoop:
             )
 
     def _what_is_left(self) -> str:
-        """Says what was saved, as part of a sentence, where a file could not be written."""
+        """Returns a clause for messages about what was saved, after a file could not be written."""
         left = self.checkpoints.safe
         where = f"the model after step {self.state.step} is in {self.record.model_directory}"
         model = [where] if self.has_model else []

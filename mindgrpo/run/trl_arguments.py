@@ -1,4 +1,4 @@
-"""Turns arguments of GRPOTrainer as TRL has them into keys of the configuration: a model, and data sets in memory."""
+"""Translates TRL's arguments of GRPOTrainer into configuration keys: a model, and data sets in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Rows = Iterable[Mapping[str, Any]] | Mapping[str, Iterable[Mapping[str, Any]]]
 
 
 def refuse(function: str, others: Mapping[str, object]) -> None:
-    """Raises UserError for arguments that `function` does not have, with what is here instead."""
+    """Raises UserError for arguments that `function` does not have, and names the replacements."""
     for name in others:
         raise UserError(f"{function} takes no argument '{name}'; {suggestion(name)}.")
 

@@ -1,4 +1,4 @@
-"""Takes TRL's GRPOConfig and PEFT's LoraConfig as keys of the configuration, as config/foreign.py decides."""
+"""Translates TRL's GRPOConfig and PEFT's LoraConfig into configuration keys, by the rules of config/foreign.py."""
 
 from __future__ import annotations
 

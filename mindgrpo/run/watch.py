@@ -1,6 +1,6 @@
-"""Watches a run while it works: phases and their deadlines, traces, the host's memory, msprobe's dumps.
+"""Observes a running run: phases and their deadlines, traces, host memory, msprobe's dumps.
 
-What was asked for and is missing is reported in a note, and the run continues.
+If a requested tool is missing, a note says so and the run continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mindgrpo.run.stop_signals import Stopping
 
 
 class Watch:
-    """Watches a run; `notes` are for the banner. All ranks together make one, and call `step` and `memory_exceeded`."""
+    """Observes a run; `notes` are for the banner. Construction, `step` and `memory_exceeded` are collective."""
 
     def __init__(
         self, config: Config, backend: Backend, record: RunRecord, stopping: Stopping
@@ -59,7 +59,7 @@ class Watch:
             health.on_beat(show)
 
     def _make_monitor(self) -> HostMemoryMonitor | None:
-        """Starts a monitor on the first rank of each host."""
+        """Starts the memory monitor on the first rank of each host."""
         settings = self._config.monitor_config
         if settings.seconds is None:
             return None
@@ -97,7 +97,7 @@ class Watch:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Watches step number `step`, counted from 0."""
+        """Starts observing step `step`, counted from 0."""
         self._backend.health.at_step(step + 1)
         if self._monitor is not None:
             self._monitor.step = step + 1
@@ -116,7 +116,7 @@ class Watch:
 
     @contextmanager
     def step_phase(self, name: str) -> Iterator[None]:
-        """Enters a phase of a step. Raises Stop before it begins, where the run is to end."""
+        """Enters a phase of a step. Raises Stop before the phase if the run has to end."""
         # Once the weights have begun to change, the step is finished.
         if name != "sync_reference":
             self._stopping.check()
@@ -124,7 +124,7 @@ class Watch:
             yield
 
     def dump(self, outcome: StepOutcome) -> None:
-        """Dumps the step's key data, where they were asked for."""
+        """Dumps the step's key data, if configured."""
         if self._probe is None or not self._config.msprobe_config.key_data_dump:
             return
         scores = outcome.scored.scores
@@ -136,7 +136,7 @@ class Watch:
         self._probe.step(key_data(outcome.batch, rewards, logps))
 
     def memory_exceeded(self) -> str | None:
-        """Says why the run has to end for the host's memory, the same on every rank; None if it has not."""
+        """Returns why the run has to end because of host memory, the same on every rank; None if it need not."""
         if not self._config.monitor_config.host_memory_protection:
             return None
         own = self._monitor.exceeded if self._monitor is not None else None
@@ -149,7 +149,7 @@ class Watch:
 
 
 class Profile:
-    """Records the phases of the steps that were asked for, as a trace of each rank and in the device's profile."""
+    """Records the phases of the requested steps, as a trace per rank and in the device's own profile."""
 
     def __init__(self, settings: ProfilerConfig, backend: Backend, record: RunRecord) -> None:
         self._settings, self._backend, self._record = settings, backend, record
@@ -238,7 +238,7 @@ class Profile:
         return stack
 
     def finish(self) -> None:
-        """Writes what was traced; all ranks together, and only the first call."""
+        """Writes the traces, on the first call only. Collective."""
         trace, self._trace = self._trace, None
         if trace is None:
             return
@@ -254,7 +254,7 @@ class Profile:
                 say(f"  trace of the phases: {path} (open it in chrome://tracing)")
 
     def _write(self, path: Path, events: Sequence[Event]) -> bool:
-        """Says whether it could be written: a trace is no reason to end a run."""
+        """Returns whether the trace could be written; a failure does not end the run."""
         try:
             write_trace(path, events)
         except OSError as error:

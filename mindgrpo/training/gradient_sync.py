@@ -1,7 +1,7 @@
-"""Makes a rank's accumulated gradients those of the whole batch and the whole model, between passes.
+"""Reduces accumulated gradients over the ranks after the backward passes, and computes their global norm.
 
-Which gradients are partial follows from the layout alone (`sums_of`, pure). They are summed where they are, by the
-arithmetic of their pool.
+The layout alone determines which gradients are partial (`sums_of`, pure). They are reduced in place, on the device or
+the host that holds them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindgrpo.weights.local_weights import FusedTensor, Weights
 
 @dataclass(frozen=True)
 class NormTerm:
-    """A stored tensor, or one parameter's part of it, that `copies` of the norm's ranks hold."""
+    """One addend of the gradient norm: a stored tensor, or parameter `name` in it, held by `copies` norm ranks."""
 
     key: str
     name: str | None
@@ -27,9 +27,9 @@ class NormTerm:
 
 @dataclass(frozen=True)
 class Sums:
-    """Names of the parameters to be summed by group of ranks, in order; then by data axes; and the norm's terms.
+    """Lists the reductions of one rank: `shared` (ranks, parameter names) in order, then `data` (data axes -> ranks).
 
-    `norm_ranks` hold the whole model together.
+    The norm is reduced over `norm_ranks`, which together hold the whole model, from `norm_terms`.
     """
 
     shared: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
@@ -39,11 +39,11 @@ class Sums:
 
 
 def sums_of(gradients: Weights, is_sharded: bool = False) -> Sums:
-    """`is_sharded`: a rank gets the sums of its rows alone (optimizer_shares.py)."""
+    """Derives the reductions from the layout; `is_sharded` (ZeRO-1): a rank gets the sums of its own rows only."""
     layout, rank = gradients.layout, gradients.rank
     mesh, summed = layout.mesh, layout.split_over_data() if is_sharded else layout
     boxes = summed.held_by(rank)
-    # What all gradients are summed over, ranks have alike afterwards, unless it is cut there.
+    # Data axes over which every gradient is a replica after the sum; the norm leaves them out.
     alike = frozenset.intersection(
         DATA_AXES, *(spec.data_axes - set(spec.axes) for spec in summed.specs)
     )
@@ -57,7 +57,7 @@ def sums_of(gradients: Weights, is_sharded: bool = False) -> Sums:
         if spec.name in boxes:
             counted = summed.ranks_by_box(spec.name)[boxes[spec.name]]
             copies[spec.name] = len(set(counted).intersection(norm_ranks))
-        # Both ends of a pipeline have a part of what lies on them both.
+        # A tied embedding lies on the first and on the last stage, and each has a part of its gradient.
         for axes in (spec.summed_over - DATA_AXES, {"pp"}):
             ranks = tuple(other for other in mesh.group(rank, axes) if other in holders)
             if len(ranks) > 1:
@@ -71,14 +71,14 @@ def sums_of(gradients: Weights, is_sharded: bool = False) -> Sums:
 
 
 def _norm_terms(gradients: Weights, copies: dict[str, int]) -> Iterator[NormTerm]:
-    """Yields whole tensors, or their parts where these differ in how many ranks hold a copy."""
+    """Yields stored tensors whole, or parameter by parameter where their numbers of replicas differ."""
     for entry in gradients.fused:
         names = [spec.name for spec in entry.specs if spec.name in copies]
         counts = {copies[name] for name in names}
         if not counts:
             continue
         if len(counts) == 1:
-            # What a tensor holds beside its parts is padding, whose gradient is zero.
+            # The rest of the tensor is padding, whose gradient is zero.
             yield NormTerm(entry.key, None, counts.pop())
         else:
             yield from (NormTerm(entry.key, name, copies[name]) for name in names)
@@ -87,7 +87,7 @@ def _norm_terms(gradients: Weights, copies: dict[str, int]) -> Iterator[NormTerm
 def _own_slices(
     gradients: Weights, sums: Sums, sharded: Sequence[ShardedTensor]
 ) -> Iterator[tuple[NormTerm, tuple[slice, ...]]]:
-    """Yields what a rank has of the norm's terms, in the stored tensors, where it gets its rows alone."""
+    """Yields each norm term with the slices of its stored tensor that this rank owns under ZeRO-1."""
     tensors = {tensor.whole.key: tensor for tensor in sharded}
     boxes = gradients.layout.split_over_data().held_by(gradients.rank)
     for term in sums.norm_terms:
@@ -99,7 +99,7 @@ def _own_slices(
 
 
 def _columns_of(gradients: Weights, entry: FusedTensor, names: Collection[str]) -> Columns:
-    """Returns the columns of the parameters `names`, neighbours joined."""
+    """Returns the columns of a stored tensor that hold the parameters `names`, adjacent ranges merged."""
     ranges: list[tuple[int, int]] = []
     for spec, start, width in entry.columns():
         if spec.name not in names:
@@ -114,7 +114,7 @@ def _columns_of(gradients: Weights, entry: FusedTensor, names: Collection[str]) 
 def _norm_columns(
     gradients: Weights, sums: Sums, sharded: Sequence[ShardedTensor]
 ) -> Iterator[tuple[Columns, int]]:
-    """Yields what the norm is made of, and how many of its ranks have the same; of `sharded` tensors the own rows."""
+    """Yields the columns of each norm term and its number of replicas; of `sharded` tensors only the owned rows."""
     entries = {entry.key: entry for entry in gradients.fused}
     for term, slices in _own_slices(gradients, sums, sharded) if sharded else ():
         entry, rows, columns = entries[term.key], slices[0], (0, entries[term.key].shape[-1])
@@ -134,7 +134,10 @@ def _norm_columns(
 
 
 class GradientSync:
-    """Sums over ranks that share a parameter, then over data-parallel ones, which get their rows of `sharded` alone."""
+    """Reduces gradients over the ranks that share a parameter, then over the data axes: all-reduce, or reduce-scatter.
+
+    Tensors in `sharded` (ZeRO-1) are reduce-scattered: each rank ends with the sums of the rows it owns.
+    """
 
     def __init__(
         self, gradients: Weights, backend: Backend, sharded: Sequence[ShardedTensor] = ()
@@ -162,7 +165,7 @@ class GradientSync:
         )
 
     def sum(self) -> float:
-        """Returns the 2-norm of the summed gradients over the model's parameters, each counted once."""
+        """Reduces the gradients in place; returns their global 2-norm, each parameter counted once."""
         for add in self._sums:
             add()
         return self._norm()

@@ -1,7 +1,7 @@
-"""The optimizer of a rank's trained parameters: gradients summed over ranks, their norm, AdamW, and zeroing.
+"""The optimizer of a rank's trained parameters: reduces gradients, computes their norm, applies AdamW, zeroes them.
 
-AdamW has decoupled weight decay (arXiv:1711.05101). Everything happens where the gradients are; only moments that stay
-on the host bring AdamW there.
+AdamW has decoupled weight decay (arXiv:1711.05101). Everything runs where the gradients are, except that AdamW runs on
+the host when its moments stay there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindgrpo.weights.local_weights import Weights
 def moments_of(
     gradients: Weights, backend: Backend, on_host: bool, is_sharded: bool
 ) -> tuple[Weights, Weights]:
-    """Makes the memory of both moments, which are arranged like what the rank updates."""
+    """Allocates AdamW's first and second moments, float32, in the layout of the weights that this rank updates."""
     layout = gradients.layout.split_over_data() if is_sharded else gradients.layout
     first, second = (
         Weights(layout, gradients.rank, backend, name, on_host_only=on_host)
@@ -28,11 +28,11 @@ def moments_of(
 
 
 class AdamW:
-    """`first` and `second` are the moments, arranged like the weights; with `on_host` in the host's memory.
+    """AdamW on one rank: `first` and `second` moments lie like the weights, in host memory with `on_host`.
 
-    `rounded` gets the weights after every step, in its own dtype. `is_sharded`: this rank has the moments of its share
-    of the gradients' parameters alone (optimizer_shares.py). Its `weights` are then that share, or all of them where
-    there is no `rounded`, which needs memory of the host's.
+    `weights` are the float32 master weights; every step rounds them into `rounded`, in the latter's dtype. With
+    `is_sharded` (ZeRO-1, optimizer_shares.py) the moments cover only this rank's share of the rows, and so do `weights`
+    if there is a `rounded`; without it `weights` are whole and have to be in host memory.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class AdamW:
             ],
             settings,
         )
-        # What follows an update: rows go to all ranks, and are rounded on their way, or weights are rounded.
+        # Run after every update: all-gather the owned rows, rounding them on the way, or only round.
         self._after: list[Operation] = []
         if is_sharded:
             trained = (weights if rounded is None else rounded).stored
@@ -75,11 +75,11 @@ class AdamW:
             self._after.append(self._arithmetic.round(*map(list, zip(*pairs, strict=True))))
 
     def sum_gradients(self) -> float:
-        """Sums the accumulated gradients over the ranks; returns their 2-norm over the model."""
+        """Reduces the accumulated gradients over the ranks; returns their global 2-norm."""
         return self._sync.sum()
 
     def step(self, update: int, lr: float, scale: float) -> None:
-        """Applies `scale` times the gradients, which are zero afterwards. `update` counts from 1."""
+        """Applies AdamW with the gradients times `scale`, then zeroes them. `update` is AdamW's step, from 1."""
         self._adamw(update, lr, scale)
         self._hand_on()
 
@@ -89,7 +89,7 @@ class AdamW:
         self._backend.synchronize()
 
     def weights_changed(self) -> None:
-        """Rounds the weights into `rounded`; to be called when something else has changed them, by all ranks."""
+        """Rounds `weights` into `rounded` again. Collective, after anything but `step` has changed `weights`."""
         if self._rounded is not None:
             for weights in (self._weights, self._rounded):
                 weights.pool.load()

@@ -1,7 +1,7 @@
-"""What each of the ranks that train the same parameters has to update: rows of every stored tensor (ZeRO-1).
+"""Shards the optimizer over the ranks that train the same parameters, by rows of every stored tensor (ZeRO-1).
 
-Which rows follows from two layouts (pure): the parameters' own, and that of the optimizer's state, which is cut once
-more. Gradients arrive at the rows' owners as sums; updated rows go from these to all.
+The owned rows follow from two layouts (pure): the parameters' own, and the optimizer state's, which is additionally
+split over the data axes. Gradients are reduce-scattered to the rows' owners; updated rows are all-gathered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mindgrpo.weights.local_weights import arrange
 
 
 def sharded_tensors(layout: Layout, rank: int) -> tuple[ShardedTensor, ...]:
-    """Returns the stored tensors of `rank`, and what it owns of them in `layout.split_over_data()`."""
+    """Returns each stored tensor of `rank` with the row blocks that it owns in `layout.split_over_data()`."""
     boxes = layout.held_by(rank)
     tensors = []
     pairs = zip(arrange(layout, rank), arrange(layout.split_over_data(), rank), strict=True)
@@ -23,7 +23,7 @@ def sharded_tensors(layout: Layout, rank: int) -> tuple[ShardedTensor, ...]:
             if spec.name not in boxes:
                 continue
             rows, *others = spec.as_stored(boxes[spec.name].shape)
-            # Vectors that are kept one after another are apart; matrices side by side have the same rows.
+            # Fused vectors follow each other, so each is a block of its own; fused matrices share their rows.
             places = (0, 0) if others else (start, at)
             blocks.append(RowBlock(places[0], rows, -(-rows // len(ranks)), places[1]))
         distinct = tuple(dict.fromkeys(blocks))

@@ -22,9 +22,10 @@ def forward_backward(
     loss_inputs: Sequence[LossInputs],
     experts: Sequence[ExpertInputs] | None = None,
 ) -> list[Predictions] | None:
-    """Runs all micro-batches forward and backward; `backward`, a cell of each chunk, add up the gradients.
+    """Runs all micro-batches forward and backward; `backward[c]` is chunk c's graph, which accumulates gradients.
 
-    `loss_inputs[i]`, arrays, are read by the last stage only, whose ranks get the results; the others get None.
+    Returns each micro-batch's log-probs and entropies, float32 [M] each, on the last stage, which alone reads
+    `loss_inputs[i]` (numpy); None on the other stages.
     """
     stage = _StageRun(pipeline, batches, backward, loss_inputs, experts)
     for action in pipeline.actions(len(batches), has_backward=True):
@@ -40,7 +41,7 @@ def forward_backward(
 
 
 class _StageRun:
-    """Holds what a stage has on the device between the passes of one batch."""
+    """Holds a stage's activations and results on the device between the passes of one batch."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class _StageRun:
         self._backward, self._loss_inputs = backward, loss_inputs
         self.others = HandOvers(pipeline, batches)
         self.results: dict[int, Predictions] = {}
-        # By chunk and micro-batch, activations that came and what layers made of them.
+        # By (chunk, micro-batch): the activations received, and the inputs of the layers behind them.
         self._inputs: dict[tuple[int, int], Any] = {}
         self._flows: dict[tuple[int, int], list[Any]] = {}
 

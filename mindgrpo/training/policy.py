@@ -29,9 +29,9 @@ from mindgrpo.weights.local_weights import Weights
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """Micro-batches have `shape` at most; positions stay below `num_positions`; `temperature` is the sampling one.
+    """Settings of updates: the largest micro-batch `shape`, the limit `num_positions`, the sampling `temperature`.
 
-    `keeps_entropies`: reports of updates have those of every token.
+    `keeps_entropies`: update reports contain every token's entropy.
     """
 
     shape: MicroShape
@@ -45,16 +45,17 @@ class UpdateSettings:
     loss_scale: float = 1.0
     max_tokens: int = 1  # of a completion
     keeps_entropies: bool = False
-    # Over the ranks that train the same parameters.
+    # ZeRO-1 over the ranks that train the same parameters.
     shards_optimizer: bool = False
     bias_update_rate: float = 0.0  # of routers
 
 
 class TrainedWeights:
-    """All that training keeps on this rank: weights and adapters, gradients, masters and moments; no graphs.
+    """All tensors of training on this rank: weights, adapters, gradients, master weights and moments; no graphs.
 
-    `masters` are what the optimizer changes, float32: the trained weights, or its own, which are rounded to these.
-    `shards_optimizer` leaves each rank a share of the optimizer's, where several train the same parameters.
+    `masters` are the float32 weights that the optimizer updates: the trained weights themselves, or a separate copy
+    that is rounded into them. `shards_optimizer` splits masters and moments over the ranks that train the same
+    parameters (ZeRO-1).
     """
 
     def __init__(
@@ -94,28 +95,28 @@ class TrainedWeights:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Counts the bytes of moments and of masters beside the trained weights."""
+        """Returns the bytes of the moments, and of the master weights if these are a separate copy."""
         own = [*self.moments, *([self.masters] if self.has_masters else [])]
         return sum(weights.num_bytes for weights in own)
 
     @property
     def host_pools(self) -> dict[str, list[Pool]]:
-        """Lists what stays in the host's memory, by role."""
+        """Lists the pools that stay in host memory, by role."""
         moments = [moment.pool for moment in self.moments]
         return {"optimizer": moments} if self._moments_on_host else {}
 
     @property
     def trained(self) -> Weights:
-        """Returns what has gradients: the adapters where there are some, else the weights."""
+        """Returns the weights that have gradients: the LoRA adapters if there are any, else the model's weights."""
         return self.adapters.weights if self.adapters else self.weights
 
     @property
     def has_masters(self) -> bool:
-        """Returns whether the optimizer changes weights of its own, which are rounded to the trained ones."""
+        """Returns whether the master weights are a separate copy, which is rounded into the trained weights."""
         return self.masters is not self.trained
 
     def _make_masters(self) -> Weights:
-        """Returns what the optimizer changes, float32: the trained weights, or its own, a share of them if sharded."""
+        """Returns the float32 master weights: the trained weights themselves, or a copy, only its share if sharded."""
         trained = self.trained
         # A graph updates whole parameters, never rows of one.
         in_place = trained.pool.is_host_memory or not self._is_sharded
@@ -165,14 +166,11 @@ class Policy(TrainedWeights):
         self.updates = 0
 
     def masters_changed(self) -> None:
-        """Rounds the optimizer's own weights into the trained ones; to be called whenever the former have changed.
-
-        All ranks together.
-        """
+        """Rounds the master weights into the trained ones. Collective; to be called whenever the masters changed."""
         self.optimizer.weights_changed()
 
     def _backward_graph(self, chunk: StageChunk, has_old: bool) -> Any:
-        """Returns the chunk's backward; only that of the last differs by whether old log-probs are given."""
+        """Returns the chunk's backward graph; the last chunk has two, with and without old log-probs."""
         key = chunk, has_old and chunk.is_last
         if key not in self._backward:
             parameters = self.trained.parameters
@@ -195,21 +193,24 @@ class Policy(TrainedWeights):
         has_old: bool,
         experts: Sequence[ExpertInputs] | None = None,
     ) -> list[Predictions] | None:
-        """Adds the micro-batches' gradients; `loss_inputs[i]` are arrays, and `experts[i]` where layers have some."""
+        """Accumulates the gradients of all micro-batches; `experts[i]` are given for models with experts.
+
+        Returns log-probs and entropies, float32 [M] each, of every micro-batch; None unless this is the last stage.
+        """
         backward = [self._backward_graph(chunk, has_old) for chunk in self.pipeline.chunks]
         return forward_backward(self.pipeline, batches, backward, loss_inputs, experts)
 
     def gradient_norm(self) -> float:
-        """Sums the accumulated gradients over the ranks; returns their 2-norm over the model, before clipping."""
+        """Reduces the accumulated gradients over the ranks; returns their global 2-norm before clipping."""
         return self.optimizer.sum_gradients()
 
     def bad_gradient(self) -> NonFinite | None:
-        """Finds a number that is not finite in this rank's gradients."""
+        """Returns the first non-finite number in this rank's gradients, None if all are finite."""
         with self.gradients.on_host() as host:
             return in_arrays((f"the gradient of {name}", g) for name, g in host.hf_views.items())
 
     def apply(self, norm: float, lr: float) -> None:
-        """Makes one optimizer step of the accumulated gradients, clipped by their `norm`, and zeroes them."""
+        """Takes one optimizer step with the accumulated gradients, clipped by their global `norm`, and zeroes them."""
         limit = self.settings.max_grad_norm
         scale = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         self.updates += 1
@@ -217,15 +218,16 @@ class Policy(TrainedWeights):
         self.version += 1
 
     def move_biases(self, load: np.ndarray) -> None:
-        """Moves the biases that experts are chosen with towards an even load (arXiv:2408.15664, algorithm 1).
+        """Moves the routers' selection biases towards an even load (arXiv:2408.15664, algorithm 1).
 
-        `load` [L, E] counts the tokens of each expert, in the stage's layers that have some, over the whole update.
+        `load` [L, E] counts the tokens routed to each of E experts in the stage's L layers with experts, over the whole
+        update.
         """
         steps = self.settings.bias_update_rate * np.sign(load.mean(1, keepdims=True) - load)
         layers, chunks = self.shard.config.layers, self.shard.chunks
         with_experts = [i for own in chunks for i in own.layers if layers[i].has_experts]
         names = [f"model.layers.{index}.mlp.{BIAS}" for index in with_experts]
-        # The trained weights have all of it, masters perhaps some rows.
+        # Read from the trained weights, which hold the bias whole; sharded masters hold only some rows.
         with self.weights.on_host() as own:
             before = [own.hf_views[name].astype(np.float32).sum(0) for name in names]
         # One by one: a stage may have no layer with experts.

@@ -21,12 +21,12 @@ from mindgrpo.training.surrogates import CELLS, SampleMean
 
 
 class LossInputs(NamedTuple):
-    """Holds what the loss of [M] tokens reads beside log-probs and entropies, float32 but `segments`.
+    """Inputs of the loss beside log-probs and entropies, [M] each; float32, `segments` int32.
 
-    Where `weights` is 0 a token adds nothing, whatever it holds. `rollout_is_weights` multiply the policy's term, of
-    which `penalties` times |log rho| are a part.
-    `segments` int32 is the number of a token's sample and `shares` one over the sample's tokens that count; both are
-    read where the loss is of whole samples, all of whose tokens must be here or on the ranks that share the row.
+    A token with `weights` 0 adds nothing to the loss, whatever its other fields hold. `rollout_is_weights` multiply the
+    policy term, including its part `penalties` * |log rho|. `segments` is the index of a token's sample and `shares`
+    1 / the sample's number of tokens in the loss; only losses of whole samples read them, and then all tokens of a
+    sample have to be in this micro-batch on this rank or on its cp group.
     """
 
     old: Any
@@ -40,9 +40,10 @@ class LossInputs(NamedTuple):
 
 
 class PolicyLoss(nn.Cell):
-    """(log p [M], entropy [M], *LossInputs) -> the loss of these tokens. Without `has_old` the ratio is 1 in value.
+    """(log p [M], entropy [M], *LossInputs) -> the loss, a float32 scalar summed over the M tokens.
 
-    `group` are the ranks that share rows, and so samples; None where each has its own.
+    Without `has_old` the importance ratio has the value 1 and the gradient of log p. `group` are the cp ranks that
+    share rows, and so samples; None where each rank has its own.
     """
 
     def __init__(self, loss_config: LossConfig, has_old: bool, group: Group | None = None) -> None:
@@ -62,12 +63,12 @@ class PolicyLoss(nn.Cell):
         return self.compute(logp, entropy, inputs)
 
     def compute(self, logp: Any, entropy: Any, inputs: Any) -> Any:
-        """Computes the same from LossInputs as one tuple, as Stage takes its inputs."""
+        """Computes the loss with LossInputs passed as one tuple."""
         old, reference, advantages, weights, rollout_is_weights, segments, shares, penalties = (
             inputs
         )
         in_loss = weights > 0
-        # 0 * infinity is no zero, so what is not in the loss goes before anything is multiplied.
+        # Masked before any product, because 0 * infinity is NaN.
         zeros = ops.zeros_like(logp)
         advantages = ops.where(in_loss, advantages, zeros)
         if not self.has_old:
@@ -111,14 +112,14 @@ class PolicyLoss(nn.Cell):
 
 @dataclass(frozen=True)
 class Trained:
-    """Parameters by stored key, and the accumulators of their gradients, which arrive `scale` times as large."""
+    """Trained parameters and their gradient accumulators by stored key; gradients arrive multiplied by `scale`."""
 
     parameters: Mapping[str, Any]
     accumulators: Mapping[str, Any]
     scale: float = 1.0
 
     def among(self, belongs: Callable[[str], bool]) -> Trained:
-        """Returns those whose keys belong."""
+        """Returns the subset whose keys satisfy `belongs`."""
         keys = [key for key in self.parameters if belongs(key)]
         parameters, accumulators = (
             {key: each[key] for key in keys} for each in (self.parameters, self.accumulators)
@@ -132,7 +133,7 @@ class Trained:
         return self.among(lambda key: key.startswith("model.embed_tokens."))
 
     def of_head(self, table: str) -> Trained:
-        """Returns those of the last norm and of the head, whose table has this key."""
+        """Returns the parameters of the final norm and of the head, whose matrix is stored under key `table`."""
         return self.among(lambda key: key == table or key.startswith("model.norm."))
 
 
@@ -145,7 +146,7 @@ def _add_unscaled(unscaled: float, accumulator: Any, gradient: Any) -> Any:
 
 
 class _Add(nn.Cell):
-    """(x, gradients) -> x, which waits until these have been added: then their memory is free for what follows."""
+    """(x, gradients) -> x, which depends on the accumulation of `gradients`, so that their memory is freed first."""
 
     def __init__(self, trained: Trained) -> None:
         super().__init__()
@@ -161,7 +162,7 @@ class _Add(nn.Cell):
 
 
 class _LayerBackward(nn.Cell):
-    """(x_NH, context, dy) -> dx of a layer; adds the gradients of its parameters."""
+    """(x_NH, context, dy_NH) -> dx_NH of one layer; accumulates its parameters' gradients."""
 
     def __init__(self, layer: SummedLayer, trained: Trained) -> None:
         super().__init__()
@@ -175,10 +176,11 @@ class _LayerBackward(nn.Cell):
 
 
 class LayersBackward(nn.Cell):
-    """(x, flows, contexts, dy) -> dx, from a stage's last layer to its first; x and `flows` as of Stage.flows.
+    """(x, flows, contexts, dy_NH) -> dx_NH: backward through a stage's layers, last to first.
 
-    A layer's own forward pass is in the graph already, or is computed again (`recomputed`) when the layer above is
-    done. The first stage's x is token ids and has no gradient: dx is of no use.
+    `flows[i]` is layer i's input, x_NH, as Stage.flows returns it. A layer's forward pass is in the graph already, or,
+    if `recomputed[i]`, is recomputed after the backward pass of the layer above. On the first stage x is token ids,
+    which have no gradient: dx is meaningless there.
     """
 
     def __init__(
@@ -210,10 +212,10 @@ class LayersBackward(nn.Cell):
 
 
 class StageBackward(nn.Cell):
-    """(x, dy, *inputs, *what StageForward returned beside its result) -> dx, of a stage that is not the last.
+    """(x, dy_NH, *inputs, *flows) -> dx_NH: the backward pass of any stage but the last.
 
-    Each layer is computed once more, from what it got. Adds the gradients of `trained`; dy and dx are `scale` times the
-    gradients, as in LossStep.
+    `flows` are the layer inputs that the stage's forward graph returned behind its output; every layer is recomputed
+    from its own. Accumulates the gradients of `trained`; dy and dx are multiplied by `trained.scale`, as in LossStep.
     """
 
     def __init__(self, stage: Stage, layers: range, trained: Trained) -> None:
@@ -231,11 +233,12 @@ class StageBackward(nn.Cell):
 
 
 class LossStep(nn.Cell):
-    """The last stage, forward and backward: (x, *inputs, *HeadInputs, *LossInputs) -> (loss, log p, entropy, dx).
+    """Runs the last stage forward and backward.
 
-    Behind its inputs follows what layers get, where the stage hands that on: then only the last layer is computed
-    forward, and the others once more. Gradients are taken of `scale` times the loss, so that a narrow dtype holds them,
-    and accumulated without it.
+    (x, *inputs, *HeadInputs, *LossInputs, *flows) -> (loss scalar, log p [M], entropy [M], dx_NH). `flows` are the
+    layer inputs x_NH of an earlier forward graph, given if the stage's `hands_inputs_on`: then only the last layer runs
+    forward here, and the others are recomputed. The backward pass starts from `scale` times the loss, so that narrow
+    dtypes do not underflow; accumulation divides by `scale` again.
     """
 
     def __init__(

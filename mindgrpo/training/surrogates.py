@@ -1,7 +1,7 @@
-"""Surrogates of the loss as cells of the graph that is differentiated, one a function of algorithm/surrogates.py.
+"""Surrogate objectives as differentiable cells, one for each function of algorithm/surrogates.py.
 
-Each is (log p, log rho, A, old log p, segments, shares) -> S, [M] each, where what is not in the loss is all zeros;
-`segments` and `shares` are those of LossInputs.
+Each is (log p, log rho, A, old log p, segments, shares) -> S, [M] each; tokens outside the loss are zeros. `segments`
+(int32) and `shares` (float32) are those of LossInputs.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mindgrpo.algorithm.surrogates import LARGEST_LOG_RATIO, PROBABILITY_FLOOR, 
 from mindgrpo.backend.contract import Group
 from mindgrpo.models.parallel_cells import SumOverTokens
 
-# Below one over any number of tokens.
+# Less than 1 / any number of tokens; keeps the division by the shares of padding finite.
 TINY = 1e-12
 
 
 class SampleMean(nn.Cell):
-    """(x [M], segments, shares) -> the mean of x over the tokens of each token's sample, [M].
+    """(x, segments, shares) -> each token's mean of x over its sample, [M] each.
 
-    `group` are the ranks that share rows, and so samples; None where each has its own.
+    `group` are the cp ranks that share rows, and so samples; None where each rank has its own.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -39,7 +39,7 @@ class SampleMean(nn.Cell):
 
 
 class Surrogate(nn.Cell):
-    """Holds what surrogates read of the settings; `mean` is SampleMean."""
+    """Base of the surrogates: holds the clip bounds and caps of `config`, and `mean`, a SampleMean."""
 
     def __init__(self, config: LossConfig, mean: SampleMean) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Vespo(Surrogate):
         self, logp: Any, log_ratio: Any, advantages: Any, old: Any, segments: Any, shares: Any
     ) -> Any:
         means = self.mean(ops.stop_gradient(log_ratio), segments, shares)
-        # One over the shares is how many tokens a sample has; padding has none.
+        # 1 / share is the sample's number of tokens; the share of padding is 0.
         log_w = ops.clamp(means / ops.clamp(shares, TINY, None), None, LARGEST_LOG_RATIO)
         rises = advantages >= 0
         k = ops.where(rises, self.rising[0], self.falling[0])

@@ -28,7 +28,7 @@ from mindgrpo.models.pipeline import Predictions, by_sample
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
 
-# What a pass forward costs of one forward and backward.
+# The cost of a forward pass relative to a forward and backward pass.
 FORWARD_SHARE = 1 / 3
 
 # By sample.
@@ -43,10 +43,11 @@ def accumulate_gradients(
     weights: np.ndarray,
     experts: StepExperts | None = None,
 ) -> tuple[PerSample, float, StepExperts | None]:
-    """Adds the gradients of `members` to the policy's; `weights` float32 [samples] are of each of a sample's tokens.
+    """Accumulates the gradients of samples `members`; `weights` float32 [samples] weigh each token of a sample.
 
-    Returns the results of this rank's samples, empty unless it is of the last stage, the share of padding over all
-    ranks, and the step's `experts` (None: not known yet) with what these passes add to their statistics.
+    Returns log-probs and entropies of this rank's samples (empty unless it is on the last stage), the fraction of
+    padding over all ranks, and the step's `experts` with the statistics of these passes added; if `experts` is None,
+    they are obtained from the policy first.
     """
     mesh = policy.weights.layout.mesh
     share, part = (mesh.index(policy.backend.rank, axis) for axis in ("dp", "cp"))
@@ -80,8 +81,10 @@ def _with_selection(
     weights: np.ndarray,
     experts: StepExperts | None,
 ) -> tuple[TrainBatch, float | None, StepExperts | None]:
-    """Returns the batch with the factors and penalties of `select_tokens`, by one more pass forward of `members`, the
-    share of tokens without a surrogate by it, and the step's experts.
+    """Runs `select_tokens` on the log-probs of an extra forward pass over `members`.
+
+    Returns the batch with the resulting factors and penalties, the fraction of tokens whose surrogate is dropped (None
+    unless the settings drop any), and the step's experts.
     """
     config, mesh = policy.settings.loss_config, policy.weights.layout.mesh
     rank = policy.backend.rank
@@ -95,7 +98,7 @@ def _with_selection(
         merged |= of_rank
     logps, entropies = ({i: pair[k] for i, pair in merged.items()} for k in (0, 1))
     tokens = _tokens(batch, logps, entropies, weights)
-    # The same on every rank, and in a run that goes on.
+    # Drawn alike on every rank, and after a resume.
     rng = np.random.default_rng((config.seed, policy.updates))
     chosen = select_tokens(tokens, config, rng)
     factors, penalties = (_by_sample(batch, weights, values) for values in chosen)
@@ -107,7 +110,7 @@ def _with_selection(
 
 
 def _by_sample(batch: TrainBatch, weights: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-    """Returns float32 [completion length] per sample of `values` in the order of `_tokens`, 0 where it has none."""
+    """Scatters flat `values`, in the order of `_tokens`, to float32 [completion length] per sample; 0 elsewhere."""
     masks = batch.rollout.action_mask
     spread = [np.zeros(mask.size, np.float32) for mask in masks]
     order = np.flatnonzero(weights > 0).tolist()
@@ -124,8 +127,9 @@ def _split(
     members: Sequence[int],
     weights: np.ndarray,
 ) -> tuple[list[int], list[int]]:
-    """Returns the `members` that go backward, and those that only go forward: without a gradient, where that saves
-    time.
+    """Splits `members` into samples to run forward and backward, and samples without a gradient to run forward only.
+
+    The second list is empty where the split would not save time.
     """
     everybody = list(members)
     moe = policy.shard.config.moe
@@ -154,7 +158,7 @@ def _backward(
     weights: np.ndarray,
     experts: Sequence[ExpertInputs] | None,
 ) -> list[Predictions] | None:
-    """Accumulates the micro-batches' gradients; returns their results, None unless this is the last stage."""
+    """Accumulates the micro-batches' gradients; returns log-probs and entropies on the last stage, else None."""
     config = policy.settings.loss_config
     inputs = [_loss_inputs(micro, batch, weights, config) for micro in micro_batches]
     return policy.accumulate(micro_batches, inputs, batch.old_logps is not None, experts)
@@ -163,7 +167,7 @@ def _backward(
 def _loss_inputs(
     micro: MicroBatch, batch: TrainBatch, weights: np.ndarray, config: LossConfig
 ) -> LossInputs:
-    """Spreads a batch's numbers over the picks; what the loss's settings do not read is all zeros."""
+    """Gathers the batch's values at the micro-batch's picks, [M] each; inputs that the loss ignores are zeros."""
     zeros = np.zeros(micro.picks.size, np.float32)
 
     def spread(values: Arrays | np.ndarray | None) -> np.ndarray:
@@ -189,13 +193,14 @@ PerToken = dict[int, np.ndarray]
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """`logps` by sample, before the update; means and fractions are over the tokens that have a part in the loss.
+    """Statistics of one update; means and fractions are over the tokens in the loss.
 
-    `entropies` likewise, and empty unless the policy's settings keep them.
-    `clipped_low` and `clipped_high` are the shares of tokens, with ratios of whole samples the shares of samples, that
-    either end of the clip decided; `padding_share` is of the rows' positions. `unselected` and `off_policy` are the
-    shares of tokens without a surrogate by `select_tokens` and by off_policy_mask_threshold, None where the settings
-    have neither. `experts` are over all ranks, by the passes before the update and its own, None of a model without.
+    `logps` and `entropies` are float32 [completion length] by sample, from before the update; `entropies` is empty
+    unless the settings keep them. `clipped_low` and `clipped_high` are the fractions of tokens (of samples, where
+    ratios are per sample) clipped at the lower and at the upper bound. `padding_share` is the fraction of row positions
+    that are padding. `unselected` and `off_policy` are the fractions of tokens dropped by `select_tokens` and by
+    off_policy_mask_threshold, None if the settings do not use them. `experts` covers all ranks and all passes of the
+    step so far; None for a model without experts.
     """
 
     loss: float
@@ -225,13 +230,13 @@ def update(
     check: Callable[[UpdateReport], None] | None = None,
     experts: StepExperts | None = None,
 ) -> UpdateReport:
-    """Updates the policy by samples `members` of `batch`, whose rollout is `packed`; all ranks together.
+    """Updates the policy with samples `members` of `batch`, whose rollout is `packed`. Collective over all ranks.
 
-    `experts` are those that a forward pass of before has recorded; without them one more records them.
-    The loss is normalised over `members`, whatever rank or row they are on. Samples without a gradient go forward only.
-    Raises NonFiniteUpdate, on all ranks alike and with weights and moments untouched, where a log-prob, the loss or the
-    gradient is not finite; and, with these untouched too, what `check` raises of the report, which is the same on every
-    rank.
+    `experts` are the routes that an earlier forward pass recorded; without them an extra forward pass records them. The
+    loss is normalised over `members`, independent of their placement on ranks and rows. Samples without a gradient may
+    run forward only. Raises NonFiniteUpdate, on all ranks alike, where a log-prob, the loss or the gradient is not
+    finite, and whatever `check` raises for the report, which is the same on every rank; weights and moments are
+    untouched in both cases.
     """
     settings = policy.settings
     weights = _weights(batch, members, settings)
@@ -243,7 +248,7 @@ def update(
         )
     own, padding, experts = accumulate_gradients(policy, batch, packed, members, weights, experts)
     rank = policy.backend.rank
-    # Those that share rows, and those of a layer, have the same.
+    # Ranks of one cp and tp group have the same results: the first reports them.
     if policy.weights.layout.mesh.group(rank, ("cp", "tp"))[0] != rank:
         own = {}
     by_rank = policy.backend.world.gather_objects((own, experts and experts.statistics))
@@ -275,7 +280,7 @@ def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
         bad = policy.bad_gradient()
         norm = NonFinite("the gradient norm", report.grad_norm)
     by_rank = policy.backend.world.gather_objects((bad, norm))
-    # A rank that sees no more than a norm leaves the word to one that sees the gradient.
+    # Prefers a report that names the gradient to one that only has the norm.
     for kind in (0, 1):
         for rank, pair in enumerate(by_rank):
             number = pair[kind]
@@ -285,7 +290,7 @@ def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
 
 
 def _weights(batch: TrainBatch, members: Sequence[int], settings: UpdateSettings) -> np.ndarray:
-    """Returns float32 [samples], the weight of each of a sample's action tokens; 0 unless it is a member."""
+    """Returns float32 [samples]: the loss weight of each action token of a sample, 0 for samples not in `members`."""
     chosen = list(members)
     mask = None if batch.sample_mask is None else batch.sample_mask[chosen]
     weights = np.zeros(len(batch), np.float32)
@@ -334,10 +339,10 @@ def _report(
 
 
 def _tokens(batch: TrainBatch, logps: PerToken, entropy: PerToken, weights: np.ndarray) -> Tokens:
-    """Returns the update's tokens that count, in float64 and in the order of the samples, for the graph's loss again.
+    """Returns the tokens in the loss, in the order of samples, to recompute the graph's loss in float64.
 
-    On-policy the loss is a sum that cancels to nearly nothing, where float32 would show the order of
-    the rows, and so the layout, in every digit.
+    On-policy, the loss is a sum that cancels almost entirely: in float32 every digit would depend on the order of the
+    rows, and so on the layout.
     """
     order = [i for i in sorted(logps) if weights[i] > 0]
     masks = batch.rollout.action_mask

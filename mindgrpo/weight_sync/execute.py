@@ -1,6 +1,7 @@
-"""Runs a plan on one rank: what it keeps is copied, what it lacks is read from its senders or arrives in rounds.
+"""Executes a reshard plan on one rank: copies the parts it already holds, and fetches the others from their senders.
 
-Every element of the target arrives or it is an error.
+Senders' shared memory is read directly; between devices, parts are exchanged in rounds. It is an error if any element
+of the target does not arrive.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from mindgrpo.weight_sync.plan import Move, Plan
 from mindgrpo.weight_sync.rounds import Transfer, in_rounds, pair_capacity, transfers
 from mindgrpo.weights.local_weights import HostTensors, Region, WeightArrays, Weights
 
-# What a rank may receive into.
+# Destinations of a transfer: a rank's weights, or a bucket in host memory.
 Target = Weights | HostTensors
-# Parts in the order in which both sides send and receive them, by the other rank.
+# The transfers of a round by peer rank, in the order in which both sides send and receive them.
 _Round = dict[int, list[Transfer]]
 
 
 class DeviceRounds:
-    """Sends what lies in one piece from where it is, and receives it where it belongs; the rest by way of copies.
+    """Exchanges weights between devices in rounds: contiguous parts in place, all others through temporary copies.
 
-    `extra_bytes` are those of the copies of a round.
+    `extra_bytes` is the size of the largest round's temporary copies.
     """
 
     def __init__(self, plan: Plan, source: Weights, target: Target, backend: Backend) -> None:
@@ -53,7 +54,7 @@ class DeviceRounds:
         self.extra_bytes = plan.itemsize * max(map(self._copied, self._rounds), default=0)
 
     def _copied(self, moved: tuple[_Round, _Round]) -> int:
-        """Counts the elements that are copied on their way."""
+        """Returns the number of elements that a round sends from, or receives into, temporary copies."""
         sends, receives = (list(chain(*one.values())) for one in moved)
         sent = sum(part.size for part in sends if not part.source.is_contiguous)
         return sent + sum(part.size for part in receives if not self._arrives_in_place(part))
@@ -88,7 +89,7 @@ class DeviceRounds:
         return view if region.is_contiguous else view.contiguous()
 
     def _room(self, part: Transfer) -> Any:
-        """Returns the device's memory that the part arrives in."""
+        """Returns the device tensor to receive the part into: a view of the target, or a temporary one."""
         if isinstance(self._target, Weights) and self._arrives_in_place(part):
             return self._target.view(part.target)
         return self._backend.zeros(part.target.shape, self._source.dtype)
@@ -106,7 +107,7 @@ class DeviceRounds:
 
 
 def _by(rank_of: Callable[[Move], int], moves: Iterable[Move]) -> Iterable[tuple[int, list[Move]]]:
-    """Sorts moves by the other rank."""
+    """Groups moves by peer rank."""
     by_rank: defaultdict[int, list[Move]] = defaultdict(list)
     for move in moves:
         by_rank[rank_of(move)].append(move)
@@ -114,7 +115,7 @@ def _by(rank_of: Callable[[Move], int], moves: Iterable[Move]) -> Iterable[tuple
 
 
 def _turned(by_peer: Sequence[tuple[int, list[list[Transfer]]]]) -> list[_Round]:
-    """Returns by round what is given by rank."""
+    """Transposes a list of rounds for each peer into a list of rounds, each {peer: transfers}."""
     num_rounds = max((len(rounds) for _, rounds in by_peer), default=0)
     return [
         {peer: rounds[number] for peer, rounds in by_peer if number < len(rounds)}
@@ -124,7 +125,7 @@ def _turned(by_peer: Sequence[tuple[int, list[list[Transfer]]]]) -> list[_Round]
 
 @dataclass(frozen=True)
 class Traffic:
-    """`bytes_received` of this rank only; `seconds` of the whole call."""
+    """`bytes_received` by this rank, and `seconds` that the call took."""
 
     bytes_received: int
     seconds: float
@@ -134,22 +135,22 @@ class Traffic:
 
 
 class ReshardError(RuntimeError):
-    """A target that did not get every one of its elements, or not the sender's bits."""
+    """Raised where a target has not received all of its elements."""
 
 
 class _Moving(Protocol):
-    """Carries a plan out; `extra_bytes` is the memory that it takes beside the weights on both sides."""
+    """Executes a plan; `extra_bytes` is the temporary memory beside the source's and the target's weights."""
 
     extra_bytes: int
 
     def run(self) -> int:
-        """Moves the weights, all ranks together; returns how many elements of the target were written."""
+        """Transfers the weights, collectively; returns the number of elements written into this rank's target."""
 
 
 class Resharder:
-    """Repeats one plan between the same two sets of weights, as after every update.
+    """Runs one plan between the same two sets of weights repeatedly, as after every update.
 
-    Ranks that share memory read the senders' weights where they are; on devices they travel in rounds of at most
+    Ranks that share host memory read the senders' weights in place; devices exchange them in rounds of at most
     `backend.bucket_bytes`.
     """
 
@@ -177,7 +178,7 @@ class Resharder:
         return self._moving.extra_bytes
 
     def run(self) -> Traffic:
-        """Moves the weights, all ranks together. Raises ReshardError."""
+        """Transfers the weights, collectively. Raises ReshardError."""
         started = time.perf_counter()
         arrived = self._moving.run()
         wanted = sum(box.size for box in self._target.boxes.values())
@@ -187,7 +188,7 @@ class Resharder:
 
 
 class _InPlace:
-    """Each rank copies what it lacks out of the memory of those that have it."""
+    """Each rank copies the parts it lacks out of its senders' shared memory."""
 
     extra_bytes = 0
 

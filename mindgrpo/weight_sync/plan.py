@@ -1,12 +1,12 @@
-"""Computes which rank sends which part of which parameter to whom, so that one layout becomes another.
+"""Plans the reshard of parameters from one layout to another: which rank sends which part to which rank.
 
-What a rank already holds is never sent, each wanted element arrives once, and senders share
-the load. The plan depends on its two layouts alone, so every rank computes the same one. It
-touches no device and no weights, and refuses layouts that do not hold the same parameters.
+A rank is never sent an element that it already holds, receives every other element exactly once, and replicas share
+the sending. The plan depends on its two layouts alone, so that every rank computes the same one. It touches no device
+and no weights, and refuses layouts of different parameters.
 
-`busiest_link` computes from a plan how long it takes over given links: a lower bound without latency and packing. A
-link is a host's way to the other hosts and carries its bandwidth in each direction at once; what moves inside a host
-has a bandwidth of its own or counts as free.
+`busiest_link` estimates a plan's duration on given links: a lower bound without latency and packing. A link connects a
+host to the other hosts and carries its bandwidth in each direction at once; traffic inside a host has a bandwidth of
+its own or counts as free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class Segment:
-    """A box that is cut neither in the source nor in the target: it moves in one piece."""
+    """A box of a parameter that neither the source's nor the target's layout cuts, so that it moves whole."""
 
     name: str
     box: Box
@@ -54,7 +54,7 @@ class Move:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's moves, each list in the order of the parameters."""
+    """One rank's moves in parameter order: parts it already holds, parts it receives, parts it sends."""
 
     keep: list[Move]
     receive: list[Move]
@@ -63,9 +63,9 @@ class RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All moves as three columns (part, source, target): millions of them cost little memory.
+    """All moves, as three int32 arrays [moves] of segment index, source rank and target rank, to save memory.
 
-    Rows are ordered by part, then by target. `num_ranks` is the larger of the two meshes.
+    They are sorted by segment, then by target. `num_ranks` covers both meshes.
     """
 
     source: Layout
@@ -90,7 +90,7 @@ class Plan:
         return np.not_equal(self.source_of_move, self.target_of_move)
 
     def traffic(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-        """Returns (source rank, target rank, bytes) of every move between two ranks."""
+        """Returns arrays (source rank, target rank, bytes), [moves] each, of the moves between different ranks."""
         rows = self._travels
         return self.source_of_move[rows], self.target_of_move[rows], self._bytes_of_move[rows]
 
@@ -121,7 +121,7 @@ class Plan:
         return totals
 
     def kept_bytes(self, rank: int) -> int:
-        """Counts the bytes that the rank wants and holds itself."""
+        """Returns the bytes of the rank's target that it already holds as a source."""
         return int(self._kept[rank]) if rank < self.num_ranks else 0
 
     @property
@@ -130,7 +130,7 @@ class Plan:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Counts the bytes that ranks want and do not hold, found from the layouts, not from the moves."""
+        """Returns the bytes that target ranks do not hold yet, computed from the layouts rather than the moves."""
         known: dict[tuple[Rule, Rule], int] = {}
         total = 0
         for spec in self.target.specs:
@@ -141,7 +141,7 @@ class Plan:
         return total * self.itemsize
 
     def moves_in(self, rank: int) -> list[Move]:
-        """Returns all that the rank's target boxes are made of, what it keeps included."""
+        """Returns all moves into the rank's target boxes, including those from itself."""
         return self._moves(np.flatnonzero(self.target_of_move == rank))
 
     def of(self, rank: int) -> RankPlan:
@@ -186,13 +186,13 @@ class _Demand(NamedTuple):
 
 
 class _BoxCutter:
-    """Cuts target boxes at source boxes; layers repeat, so that most cuts are remembered."""
+    """Cuts target boxes at the edges of source boxes, and caches the cuts, which repeat from layer to layer."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Box, tuple[Box, ...]], list[tuple[Box, int, Box]]] = {}
 
     def cut(self, wanted: Box, held: tuple[Box, ...]) -> list[tuple[Box, int, Box]]:
-        """Returns (part, its size, the held box it is in), together exactly `wanted`."""
+        """Returns (part, its size, the held box that contains it); the parts tile `wanted` exactly."""
         if (key := (wanted, held)) not in self._known:
             cuts = [(wanted.intersect(box), box) for box in held]
             cut = [(part, part.size, box) for part, box in cuts if part is not None]
@@ -212,9 +212,9 @@ def _demands(
 
 
 def _choose_senders(demands: Sequence[_Demand], num_ranks: int) -> list[list[int]]:
-    """Chooses a sender for each wanted part: its owner if that is the receiver, else the least loaded.
+    """Chooses the sender of each part for each receiver: the receiver itself if it holds it, else the least loaded.
 
-    Big parts come first, so that small ones even out what big ones left uneven.
+    Large parts are assigned first, so that small ones even out the load.
     """
     load = [0] * num_ranks
     senders: list[list[int]] = [[] for _ in demands]

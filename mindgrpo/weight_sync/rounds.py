@@ -1,8 +1,8 @@
-"""Cuts what moves between two ranks into rounds of bounded size, in the form in which both sides store it.
+"""Cuts the transfers between two ranks into rounds of bounded size, as regions of stored tensors.
 
-Parts that are stored side by side on both sides move as one; a part that is too large for a round is cut along its
-first stored dim, and an expert that is by itself too large along its second, and so what was contiguous still is. The
-two ranks of a pair compute the same.
+Parts that are adjacent in memory on both sides are merged. A part that is too large for a round is cut along its first
+stored dim, and a single expert that is too large along its second, which keeps contiguous parts contiguous. Both ranks
+of a pair compute the same rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mindgrpo.weights.local_weights import Places, Region
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part of a tensor as the sender stores it, and where the receiver stores the same; both have one shape."""
+    """The region of a part in the sender's stored tensor, and that in the receiver's, of equal shapes."""
 
     source: Region
     target: Region
@@ -29,7 +29,7 @@ class Transfer:
         return self.source.size
 
     def rows(self, first: int, last: int, dim: int = 0) -> Transfer:
-        """Returns the part from row `first` of the stored tensors' part to row `last`, which is not in it."""
+        """Returns the slice [first, last) of both regions along `dim`, counted from the regions' starts."""
         return Transfer(*(_rows(region, first, last, dim) for region in (self.source, self.target)))
 
 
@@ -41,7 +41,7 @@ def _rows(region: Region, first: int, last: int, dim: int) -> Region:
 
 
 def transfers(moves: Iterable[Move], source: Places, target: Places) -> list[Transfer]:
-    """Returns what carries `moves` from one rank, which stores by `source`, to one that stores by `target`."""
+    """Returns the transfers of `moves` between two ranks, whose storage `source` and `target` describe."""
     moving = [Transfer(source.region(m.name, m.box), target.region(m.name, m.box)) for m in moves]
     joined: list[Transfer] = []
     for _, own in groupby(sorted(moving, key=_place), _tensors):
@@ -59,7 +59,7 @@ def _place(part: Transfer) -> tuple[object, ...]:
 
 
 def _joined(moving: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Yields parts of one tensor, in order, as few as they make up: those whose columns follow each other are one."""
+    """Merges sorted parts of one tensor whose columns follow each other on both sides."""
     current = moving[0]
     for part in moving[1:]:
         sides = [(current.source, part.source), (current.target, part.target)]
@@ -82,7 +82,7 @@ def _both(one: Region, other: Region) -> Region:
 
 
 def in_rounds(moving: Iterable[Transfer], capacity: int) -> list[list[Transfer]]:
-    """Fills rounds of `capacity` elements in turn, each of at least one row."""
+    """Packs transfers, cut into rows, into rounds of at most `capacity` elements, but at least one row each."""
     rounds: list[list[Transfer]] = []
     free = 0
     for part, dim in chain.from_iterable(_with_dims(part, capacity) for part in moving):
@@ -99,7 +99,7 @@ def in_rounds(moving: Iterable[Transfer], capacity: int) -> list[list[Transfer]]
 
 
 def _with_dims(part: Transfer, capacity: int) -> Iterator[tuple[Transfer, int]]:
-    """Yields parts with the dim that they are to be cut along: experts that are larger than a round one by one."""
+    """Yields parts with the dim to cut them along: 1 for experts larger than a round, which come singly, else 0."""
     shape = part.source.shape
     if len(shape) < 3 or part.size <= capacity * shape[0]:
         yield part, 0
@@ -109,7 +109,7 @@ def _with_dims(part: Transfer, capacity: int) -> Iterator[tuple[Transfer, int]]:
 
 
 def pair_capacity(plan: Plan, bucket_bytes: int) -> int:
-    """Returns the elements of a round between two ranks, where no rank sends or receives more than a bucket in all."""
+    """Returns the elements of a round between two ranks, so that no rank sends or receives over a bucket in total."""
     source, target, _ = plan.traffic()
     pairs = np.unique(np.stack((source, target), 1), axis=0)
     most = max((np.bincount(pairs[:, side]).max(initial=0) for side in (0, 1)), default=0)
@@ -117,9 +117,9 @@ def pair_capacity(plan: Plan, bucket_bytes: int) -> int:
 
 
 def device_buffer_bytes(plan: Plan, bucket_bytes: int) -> int:
-    """Returns the most bytes beside the weights on the rank that needs most, while a plan runs between devices.
+    """Returns an upper bound of any rank's temporary memory while a plan runs between devices, in bytes.
 
-    What lies in one piece on both sides takes none.
+    Contiguous parts take none.
     """
     ranks = range(plan.num_ranks)
     return max(

@@ -1,8 +1,8 @@
-"""Gives the policy's weights to receivers that take named tensors, a group at a time through one bucket.
+"""Streams the policy's weights, group by group through one bucket, to receivers of named tensors (vLLM, files).
 
-A group is a decoder layer, what comes before the layers, or what comes after them; for receivers that `spread` lays
-out, tensors of one file of at most GROUP_BYTES, and of a layer's experts as many as these hold. The ranks of a
-receiver's layout have what they get of a tensor complete; all ranks take part.
+A group is a decoder layer, the parameters before the layers, or those after them. For layouts from `spread`, a group is
+up to GROUP_BYTES of one file's tensors, with a layer's fused experts split where they are larger. Streaming is
+collective over all ranks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from mindgrpo.weights.expert_files import FileRows, FileTensor
 from mindgrpo.weights.local_weights import HostTensors, Weights, aligned_size
 from mindgrpo.weights.model_files import tensor_bytes
 
-# Of tensors that a rank gathers at once to write them to files.
+# The most that a rank gathers at once to write it to a file.
 GROUP_BYTES = 128 << 20
 
 
 class TensorSink(Protocol):
-    """Takes tensors on one rank. `pool` is host memory for the tensors of any one group, in the policy's dtype."""
+    """Consumes tensors on one rank. `pool` is a bucket in host memory that fits any group, in the policy's dtype."""
 
     @property
     def pool(self) -> Pool: ...
@@ -40,11 +40,11 @@ class TensorSink(Protocol):
     def host_copies(self) -> Sequence[Pool]: ...
 
     def take(self, tensors: HostTensors) -> None:
-        """Takes a complete group, in `pool`, which the next one overwrites."""
+        """Consumes a complete group, which lies in `pool` and is overwritten by the next one."""
 
 
 def in_model_order(layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters as their files have them: before the layers, layer by layer, after them."""
+    """Returns the parameters' shapes in model order: before the layers, layer by layer, after the layers."""
     ends = {"first": -1, "first_and_last": -1, "last": layout.num_layers}
 
     def number(spec: ParameterSpec) -> int:
@@ -54,7 +54,7 @@ def in_model_order(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 
 def groups_of(layout: Layout) -> list[Layout]:
-    """Returns the layout of each group, in the order of the model; the stages' n-th groups are one."""
+    """Returns the layout of each group in model order; the n-th layers of all pipeline stages form one group."""
     groups: dict[int, list[ParameterSpec]] = {}
     for spec in layout.specs:
         number = layout.num_layers if spec.position == "last" else -1
@@ -67,13 +67,13 @@ def groups_of(layout: Layout) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Spread:
-    """A model's files, shared out to ranks: the layout of each group, and `rows[rank][i]` of the rank's i-th group."""
+    """A model's files distributed over writer ranks: each group's layout, and `rows[r][i]`, writer r's i-th group."""
 
     groups: list[Layout]
     rows: list[list[list[FileRows]]]
 
     def of(self, rank: int) -> list[list[FileRows]]:
-        """Returns the rows of each group that a rank of the world has a part of."""
+        """Returns the groups of file rows that a world rank writes, none unless it is a writer."""
         mesh = self.groups[0].mesh
         return self.rows[mesh.index(rank, "pp")] if mesh.holds(rank) else []
 
@@ -85,10 +85,9 @@ def spread(
     world_size: int,
     dtype: Dtype,
 ) -> Spread:
-    """Shares the tensors of `files` out to `num_ranks` ranks of the world, each complete on one rank.
+    """Distributes `files` over `num_ranks` ranks of the world; each file is written by one rank.
 
-    A rank has those of files that follow each other, in groups of at most GROUP_BYTES, or of one larger tensor or
-    expert.
+    A rank gets consecutive files, in groups of at most GROUP_BYTES, or of a single larger tensor or expert.
     """
     rows = []
     for rank in range(num_ranks):
@@ -101,7 +100,7 @@ def spread(
         number = 0
         for group in own:
             windows = _windows(group)
-            # No group has two parts of a parameter, which neighbouring ranks may have.
+            # A group's layout has one window per parameter, so two ranks' parts of one go to different groups.
             while number < len(groups) and windows.keys() & groups[number].keys():
                 number += 1
             groups += [{}] * (number == len(groups))
@@ -130,7 +129,7 @@ def _in_groups(tensors: Sequence[FileTensor], dtype: Dtype) -> Iterator[list[Fil
 
 
 def _windows(group: Sequence[FileRows]) -> dict[str, Box]:
-    """Returns the box of each parameter that the rows are made of."""
+    """Returns the box that the group covers of each parameter."""
     windows: dict[str, Box] = {}
     for name, box in chain.from_iterable(rows.boxes for rows in group):
         first = windows.setdefault(name, box)
@@ -139,13 +138,13 @@ def _windows(group: Sequence[FileRows]) -> dict[str, Box]:
 
 
 def bucket_size(groups: Sequence[Layout], rank: int, dtype: Dtype) -> int:
-    """Returns the elements of a pool with room for any one of `groups` on `rank`."""
+    """Returns the elements of a pool that fits the largest of `groups` on `rank`."""
     boxes = [group.held_by(rank).values() for group in groups]
     return max(sum(aligned_size(box, ITEM_BYTES[dtype]) for box in own) for own in boxes)
 
 
 def adapters_of(groups: Sequence[Layout], adapters: Layout) -> list[Layout]:
-    """Returns the layouts of the adapters of each group: where their matrices are, of the same experts."""
+    """Returns each group's layout of LoRA factors, placed like the matrices they adapt, and of the same experts."""
 
     def specs(group: Layout) -> Iterator[ParameterSpec]:
         for base in group.specs:
@@ -158,7 +157,7 @@ def adapters_of(groups: Sequence[Layout], adapters: Layout) -> list[Layout]:
 
 
 class TensorStream:
-    """Transfers `source` with its adapters to `sink`, a group after the other; their layouts split no tensor."""
+    """Transfers `source`, with adapters merged in, to `sink` group by group; the groups' layouts split no tensor."""
 
     copies: Sequence[Pool] = ()
 
@@ -194,7 +193,7 @@ class TensorStream:
 
     @property
     def layout(self) -> Layout:
-        """Returns the receiver's. Raises ValueError where several groups have parts of one parameter."""
+        """Returns the receiver's layout. Raises ValueError where several groups have parts of one parameter."""
         groups = [tensors.layout for tensors, _ in self._groups]
         specs = tuple(spec for group in groups for spec in group.specs)
         return replace(groups[0], specs=specs)
@@ -220,7 +219,7 @@ class TensorStream:
         return Traffic(num_bytes, time.perf_counter() - started)
 
     def sums(self, own: PartSums) -> dict[str, int]:
-        """Returns the sums of the last run, made as the tensors came. Raises ValueError unless it kept them."""
+        """Returns the checksums that the last run took of arriving tensors. Raises ValueError unless it kept them."""
         if self._sums is None:
             raise ValueError("the last transfer kept no sums")
         return self._sums

@@ -1,8 +1,8 @@
-"""Gives the policy's weights to another role, resharded and with adapters added in, and checks that they arrived.
+"""Transfers the policy's weights to another role, resharded and with adapters merged in, and verifies them.
 
-Sums of the policy's weights are kept with their version when the generator is refreshed, and compared with the
-generator's own before it draws: it computes with the policy's weights, bit for bit, and replicas with the same ones.
-`load_once` reads a model from files: each part on the first of the ranks that hold it, which gives it to the others.
+When the generator is refreshed, checksums of the policy's weights are kept with their version; before it samples, they
+are compared with the generator's own, so that it uses the policy's weights bit for bit, and so do all replicas.
+`load_once` loads a model: each part is read from files by the first rank that holds it and sent to its replicas.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ class WeightTransfer(Protocol):
 
     @property
     def layout(self) -> Layout:
-        """Returns the receiver's."""
+        """Returns the receiver's layout."""
 
     @property
     def copies(self) -> Sequence[Pool]:
-        """Lists what it needs on the device besides the weights on both sides."""
+        """Lists the pools needed on the device beside the source's and the target's weights."""
 
     @property
     def host_copies(self) -> Sequence[Pool]:
-        """Lists what it keeps in the host's memory."""
+        """Lists the pools kept in host memory."""
 
     def run(self, keeps_sums: bool = False) -> Traffic:
-        """Moves the weights, all ranks together, with those of both sides and `copies` on the device."""
+        """Transfers the weights, collectively; both sides' weights and `copies` have to be on the device."""
 
     @property
     def has_sums(self) -> bool:
-        """Returns whether `sums` can be called: for weights that were handed on, only where the last run kept them."""
+        """Returns whether `sums` can be called; for streamed weights, only if the last run kept them."""
 
     def sums(self, own: PartSums) -> dict[str, int]:
-        """Returns the sums of the receiver's weights on this rank; `own` computes them where no other process does."""
+        """Returns the checksums of the receiver's weights on this rank; `own` computes them if the run did not."""
 
 
 class WeightsDiffer(RuntimeError):
-    """Raised where weights that have to be equal are not."""
+    """Raised where replicas, or the generator's and the policy's weights, differ."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class _Kept:
 
 
 class WeightCheck:
-    """Compares sums of weights, except those of `adapted`, which the generator has with adapters added in.
+    """Compares checksums of weights, except of the tensors `adapted`, into which the generator has merged adapters.
 
-    With `interval` n, steps n, 2n, ... and the first are checked; None checks none.
+    With `interval` n, the first step and steps n, 2n, ... are checked; None checks none.
     """
 
     def __init__(self, backend: Backend, interval: int | None, adapted: frozenset[str]) -> None:
@@ -81,11 +81,14 @@ class WeightCheck:
         self.is_due = every is not None and (step == 0 or (step + 1) % every == 0)
 
     def lacks(self, version: int) -> bool:
-        """Returns whether sums of `version` are needed and not kept yet."""
+        """Returns whether this step needs checksums of `version` that are not kept yet."""
         return self.is_due and (self._kept is None or self._kept.version != version)
 
     def keep(self, policy: Sequence[Weights], version: int) -> None:
-        """Keeps sums of the first, with all at hand; all ranks together. Raises WeightsDiffer where replicas do."""
+        """Keeps the checksums of `policy[0]`, and compares the replicas of all of `policy`. Collective.
+
+        Raises WeightsDiffer.
+        """
         if self.lacks(version):
             first, *others = policy
             self._kept = _Kept(
@@ -95,7 +98,7 @@ class WeightCheck:
                 self._totals(weights.layout, self._sums.of(weights), "policy's")
 
     def check(self, received: WeightTransfer, version: int) -> None:
-        """Compares what the generator has received with the policy's weights of `version`; all ranks together."""
+        """Compares the generator's weights with the policy's of `version`. Collective. Raises WeightsDiffer."""
         if not self.is_due:
             return
         if self._kept is None or self._kept.version != version:
@@ -131,15 +134,15 @@ class WeightCheck:
 
 
 def adapters_copy(adapters: Adapters, target: Layout, backend: Backend) -> Weights:
-    """Makes the memory of adapters in the layout of the weights that they are added to."""
+    """Allocates a copy of the adapters in the layout of the weights that they are merged into."""
     layout = replace(target, specs=adapters.weights.layout.specs)
     return Weights(layout, backend.rank, backend, "adapters_copy")
 
 
 class WeightSyncer:
-    """A WeightTransfer from `source` and its adapters to `target`, whose layout may be any.
+    """A WeightTransfer from `source` and its adapters to `target`, of any layout of the same parameters.
 
-    `plan` is that of the base weights (None: computed here). `copies` are the adapters in the target's layout.
+    `plan` reshards the base weights (None: computed here). `copies` holds the adapters in the target's layout.
     """
 
     host_copies: Sequence[Pool] = ()
@@ -182,7 +185,7 @@ def mix(old: Weights, new: Weights, share: float) -> None:
     """Computes old = share * new + (1 - share) * old in place; both have one layout."""
     if old.pool.is_host_memory:
         for run, fresh in zip(old.arrays.flat_buffers, new.arrays.flat_buffers, strict=True):
-            # In float32, whatever dtype they are kept in.
+            # Computed in float32, whatever the stored dtype.
             kept = run.astype(np.float32, copy=False)
             kept *= 1.0 - share
             kept += share * fresh.astype(np.float32, copy=False)
@@ -194,7 +197,7 @@ def mix(old: Weights, new: Weights, share: float) -> None:
 
 
 class FirstHolders(Layout):
-    """Of ranks that hold the same box, the first has it and the others have nothing."""
+    """A layout without replicas: of the ranks that hold the same box, only the first has it."""
 
     def _ranks_by_box(self, spec: ParameterSpec, stages: Ranks) -> dict[Box, Ranks]:
         return {box: ranks[:1] for box, ranks in super()._ranks_by_box(spec, stages).items()}
@@ -205,7 +208,7 @@ class FirstHolders(Layout):
 
 
 def load_once(weights: Weights, directory: str | Path, backend: Backend) -> None:
-    """Fills a rank's weights, all ranks together; other ranks can read its pool. Raises UserError."""
+    """Loads the model, reading each part from files once. Collective; pools have to be shared. Raises UserError."""
     layout = weights.layout
     files = check_tensors(directory, layout.specs)
     readers = FirstHolders(layout.mesh, layout.specs, layout.stage_layers)

@@ -1,7 +1,7 @@
-"""Sums weights' bits, independent of the layout: equal sums show that two layouts hold the same values.
+"""Checksums of weights that do not depend on the layout: equal sums show that two layouts hold the same values.
 
-An element's bits, mixed, are multiplied by a factor of each of its global indices, modulo 2^32, so that slices which
-were exchanged change the sum as well. Computed where the weights are: on the host, or on the device.
+A parameter's checksum is the sum of its elements' mixed bits, each multiplied by a factor for every global index,
+modulo 2^32; the factors detect swapped slices. It is computed where the weights are, on the host or on the device.
 docs/architecture.md says why there are other checksums.
 """
 
@@ -23,22 +23,22 @@ from mindgrpo.backend.kernels.mindspore_ops import right_shift
 from mindgrpo.parallel.sharding import Box, Layout, ParameterSpec
 from mindgrpo.weights.local_weights import FusedTensor, Weights
 
-# So that they stay in a core's cache.
+# Elements per block on the host, which fit a core's cache.
 ELEMENTS_AT_ONCE = 1 << 18
-# On a device, of which it has some copies in 32 bits.
+# Elements per block on a device, which makes several 32-bit copies of them.
 DEVICE_ELEMENTS = 1 << 25
 MODULUS = 1 << 32
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def host_sums(weights: Weights) -> dict[str, int]:
-    """Returns the sums of the values as they arrive in the host's memory."""
+    """Returns the checksum of each of the rank's boxes by parameter name, computed on the host."""
     with weights.on_host() as host:
         return {name: box_sum(part, weights.boxes[name]) for name, part in host.hf_views.items()}
 
 
 def box_sum(part: np.ndarray, box: Box) -> int:
-    """Returns the sum of `box` of a parameter of any dtype, [..., out, in] or one-dimensional."""
+    """Returns the checksum of `part`, which is `box` of a parameter: [..., out, in] or [n], any dtype and strides."""
     *leading, rows, columns = _factors(box)
     if leading:
         inner = Box(box.start[1:], box.stop[1:])
@@ -54,7 +54,7 @@ def box_sum(part: np.ndarray, box: Box) -> int:
     for start in range(0, len(bits), at_once):
         block = slice(start, start + at_once)
         own = bits[block].astype(np.uint32, copy=False)
-        # The upper half in the lower one, too: of two changed signs alone, the sum modulo 2^32 would not change.
+        # Folds the upper half into the lower one: two flipped sign bits alone would cancel modulo 2^32.
         mixed = np.right_shift(own, np.uint32(16), out=room[: len(own)])
         np.bitwise_xor(mixed, own, out=mixed)
         np.multiply(mixed, columns, out=mixed)
@@ -64,9 +64,9 @@ def box_sum(part: np.ndarray, box: Box) -> int:
 
 
 class PartSums:
-    """Sums the weights of one rank, again and again, where they are: on a device in a graph for the tensors of a layer.
+    """Computes checksums of one rank's weights repeatedly, where they are; on a device with one graph call per layer.
 
-    It is compiled once for layers of the same shapes, and what it takes of a shape stays on the device.
+    The graph is compiled once for layers of equal shapes; the row factors stay on the device.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -74,13 +74,13 @@ class PartSums:
         self._factors: dict[Hashable, Any] = {}
 
     def of(self, weights: Weights) -> dict[str, int]:
-        """Returns the sum of this rank's slice of each parameter: `box_sum` of it."""
+        """Returns the checksum (`box_sum`) of this rank's box of each parameter."""
         if weights.pool.is_host_memory:
             return host_sums(weights)
         columns = [self._columns_of(weights, layer) for layer in layers_of(weights)]
         if not columns:
             return {}
-        # In one piece to the host.
+        # One copy to the host for all layers.
         sums = ops.concat(columns).asnumpy().astype(np.uint32)
         return _sums_of_parameters(weights, sums)
 
@@ -99,7 +99,7 @@ class PartSums:
 
 
 def layers_of(weights: Weights) -> list[list[FusedTensor]]:
-    """Returns the tensors that this rank has a part of, layer by layer, and the others together."""
+    """Groups the rank's stored tensors by layer; those outside of layers form one group."""
     layers: dict[str, list[FusedTensor]] = {}
     for entry in weights.fused:
         if any(spec.name in weights.boxes for spec in entry.specs):
@@ -109,12 +109,12 @@ def layers_of(weights: Weights) -> list[list[FusedTensor]]:
 
 
 def sum_bytes(largest: int) -> int:
-    """Returns the bytes of the copies for a tensor of `largest` elements: own bits, those mixed, and products."""
+    """Returns the temporary bytes to sum a tensor of `largest` elements: copies of bits, mixed bits and products."""
     return 4 * 4 * min(largest, DEVICE_ELEMENTS)
 
 
 def _row_factors(spec: ParameterSpec, box: Box, shape: Sequence[int]) -> np.ndarray:
-    """Returns a factor for each row of a stored tensor [shape], 0 for rows that its parameters do not reach."""
+    """Returns the factor of each row of a stored tensor, uint32 [product of shape[:-1]]; 0 for rows of padding."""
     factors = spec.as_stored(_factors(box))[:-1]
     room = np.zeros(shape[:-1] or (1,), np.uint32)
     room[tuple(slice(0, own.size) for own in factors)] = reduce(np.multiply.outer, factors)
@@ -122,7 +122,7 @@ def _row_factors(spec: ParameterSpec, box: Box, shape: Sequence[int]) -> np.ndar
 
 
 def _sums_of_parameters(weights: Weights, columns: np.ndarray) -> dict[str, int]:
-    """Returns the parameters' sums; `columns` are those of `layers_of`, one after the other."""
+    """Returns checksums by parameter; `columns` uint32 are the stored tensors' column sums, ordered as `layers_of`."""
     sums = dict.fromkeys(weights.names, 0)
     first = 0
     for entry in chain(*layers_of(weights)):
@@ -137,7 +137,7 @@ def _sums_of_parameters(weights: Weights, columns: np.ndarray) -> dict[str, int]
 
 
 class _SumsOfColumns(nn.Cell):
-    """Bits of tensors [..., n], then integers [rows, 1] for the rows of each -> integers, n for each tensor."""
+    """(bits [..., n_i] of k tensors, int32 row factors [rows_i, 1] of each) -> int32 column sums [n_1 + ... + n_k]."""
 
     def construct(self, *both: Any) -> Any:
         count = len(both) // 2
@@ -147,7 +147,7 @@ class _SumsOfColumns(nn.Cell):
             bits, factors = both[i].reshape(-1, width), both[count + i]
             at_once = max(1, DEVICE_ELEMENTS // width)
             if i > 0:
-                # One after the other, as each takes copies of its own.
+                # Serialised, because each tensor takes temporary copies.
                 bits = ops.depend(bits, made[-1])
             if bits.shape[0] <= at_once:
                 made.append(sums_of_columns(bits, factors))
@@ -162,21 +162,21 @@ class _SumsOfColumns(nn.Cell):
 
 
 def sums_of_columns(bits: Any, factors: Any) -> Any:
-    """Returns integers [n] for bits [m, n] and factors [m, 1] of their rows."""
-    # Products wrap, and so a sum of any width has the sum's lower 32 bits.
+    """Returns int32 [n], the column sums of the mixed bits [m, n] times the row factors [m, 1]."""
+    # Products wrap, so a sum of any integer width has the right lower 32 bits.
     return (_mixed(bits) * factors).sum(0)
 
 
 def _mixed(bits: Any) -> Any:
-    """Returns bits of elements as int32, the upper half of four bytes in the lower one, too."""
+    """Returns the elements' bits as int32, with the upper half of 32 bits folded into the lower one."""
     if bits.dtype == ms.int16:
-        # Nothing is above: a shift would add zeros.
+        # 16 bits have no upper half to fold.
         return ops.bitwise_and(bits.astype(ms.int32), 0xFFFF)
     return ops.bitwise_xor(bits, right_shift(bits, 16))
 
 
 def _factors(box: Box) -> list[np.ndarray]:
-    """Returns the factors of each dim's indices, of at least two dims: a vector is one row."""
+    """Returns the factors of the box's indices, uint32 [extent] for each dim; a vector counts as one row, [1, n]."""
     start, stop = (
         (0, *box.start)[-max(2, len(box.start)) :],
         (1, *box.stop)[-max(2, len(box.stop)) :],
@@ -187,9 +187,9 @@ def _factors(box: Box) -> list[np.ndarray]:
 
 @lru_cache(maxsize=64)
 def factors_of(start: int, stop: int, dim: int) -> np.ndarray:
-    """Returns uint32 [stop - start], all odd: a change of one element always shows.
+    """Returns the factors of indices [start, stop) of `dim`, uint32 [stop - start].
 
-    Products wrap, and so numbers of 32 bits give the sum's lower 32.
+    They are odd, so that a change of a single element always changes the sum.
     """
     values = (np.arange(start, stop, dtype=np.uint64) + np.uint64(1 + (dim << 40))) * GOLDEN
     values ^= values >> np.uint64(29)
@@ -201,9 +201,9 @@ def factors_of(start: int, stop: int, dim: int) -> np.ndarray:
 def total_sums(
     layout: Layout, by_rank: Sequence[dict[str, int]], modulus: int = 1 << 64
 ) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """Returns each parameter's complete sum, and the ranks whose copy differs from the first holder's, by parameter.
+    """Returns the checksums of whole parameters, and by parameter the ranks whose replica differs from the first.
 
-    `by_rank[i]` are rank i's of `layout`. Of ranks that hold the same box one is counted.
+    `by_rank[i]` are the sums of rank i's boxes in `layout`; of replicas of a box, one is counted.
     """
     totals: dict[str, int] = {}
     wrong: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Translates between a layer's experts as parameters and as files have them: a tensor per expert and matrix, or fused.
+"""Translates a layer's experts between parameters [experts, out, in] and the tensors of model files.
 
-A parameter [experts, out, in] is read from slices of tensors, so that a rank reads its own experts only, and is written
-as the files of the model that a run began with have it. The bias that routers choose with is float32 in files, and a
-parameter of addends, which are exact in 16 bits as well.
+Files hold one tensor for each expert and matrix, or fused ones. A parameter is read from slices of them, so that a rank
+reads only its own experts, and is written in the format of the run's initial model. A router's selection bias is
+float32 [experts] in files, and here a parameter [ADDENDS, experts] whose rows are exact in bfloat16 and sum up to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mindgrpo.weights.model_files import (
     whole_box,
 )
 
-# As most models' files have experts, as Mixtral's have them, as transformers 5 keeps them in memory, and as parameters.
+# Formats: of most models' files, of Mixtral's, of transformers 5 in memory, and of the parameters here.
 ExpertNames = Literal["per_expert", "mixtral", "fused", "stacked"]
 Slices = Mapping[str, Sequence[TensorSlice]]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -36,7 +36,7 @@ MIXTRAL_PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 # Mixtral's name of the module with router and experts.
 MIXTRAL_MODULE = "block_sparse_moe"
 FUSED_INWARD = "gate_up_proj"
-# The bias of a router behind the name of its module, and how many bfloat16 numbers have the bits of a float32 one.
+# The suffix of a router's bias, and how many bfloat16 numbers represent a float32 exactly as their sum.
 BIAS, ADDENDS = "gate.e_score_correction_bias", 3
 _OF_ONE = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _OF_ONE_IN_MIXTRAL = re.compile(rf"(.*)\.{MIXTRAL_MODULE}\.experts\.(\d+)\.(w[123])\.weight")
@@ -47,7 +47,7 @@ _ROUTER = re.compile(r"(.*)\.mlp\.gate\.weight")
 
 
 def names_of_experts(names: Iterable[str], model_type: str) -> ExpertNames:
-    """Tells how files with the tensors `names` have experts; without any, how those of the family do."""
+    """Returns the experts' format in files with the tensors `names`; if these have no experts, the family's format."""
     for name in names:
         if _FUSED.fullmatch(name):
             return "fused"
@@ -59,7 +59,7 @@ def names_of_experts(names: Iterable[str], model_type: str) -> ExpertNames:
 
 
 def stacked(slices: Slices, directory: Path) -> dict[str, Sequence[TensorSlice]]:
-    """Returns the parameters that `slices`, tensors of files, make up. Raises UserError where experts are missing."""
+    """Assembles parameters from the file tensors `slices`. Raises UserError where experts are missing."""
     parameters: dict[str, Sequence[TensorSlice]] = {}
     experts: dict[str, dict[int, TensorSlice]] = {}
     for name, own in slices.items():
@@ -70,7 +70,7 @@ def stacked(slices: Slices, directory: Path) -> dict[str, Sequence[TensorSlice]]
         else:
             parameters |= _renamed(name, own)
             continue
-        # A matrix on its own is one tensor.
+        # One expert's matrix is always a single tensor.
         ((_, tensor),) = own
         index, of_layer = int(match[2]), experts.setdefault(f"{module}.{projection}.weight", {})
         of_layer[index] = Box((index, 0, 0), (index + 1, *tensor.shape)), tensor
@@ -101,7 +101,7 @@ def _renamed(name: str, own: Sequence[TensorSlice]) -> dict[str, Sequence[Tensor
 
 
 def addends(bias: NDArray[Any]) -> NDArray[Any]:
-    """Returns float32 [ADDENDS, experts], numbers of bfloat16 whose sums are the `bias` float32 [experts]."""
+    """Splits `bias` float32 [experts] into bfloat16-exact rows that sum up to it, float32 [ADDENDS, experts]."""
     made = []
     for _ in range(ADDENDS):
         made.append(bias.astype(numpy_dtype("bfloat16")).astype(np.float32))
@@ -117,13 +117,13 @@ def _addend_of(tensor: ModelTensor, index: int) -> TensorSlice:
         return own
 
     box = Box((index, 0), (index + 1, *tensor.shape))
-    # What cannot be read keeps its dtype, by which it is refused.
+    # An unreadable dtype is kept, so that check_dtype refuses it.
     dtype = "F32" if tensor.dtype in STORED_AS else tensor.dtype
     return box, tensor._replace(dtype=dtype, values=values)
 
 
 def _rows_of(tensor: ModelTensor, rows: slice) -> ModelTensor:
-    """Returns the part `rows` of the second dim."""
+    """Returns the slice `rows` of the second dim of a fused tensor [experts, rows, hidden]."""
     number, _, hidden = tensor.shape
     shape = (number, rows.stop - rows.start, hidden)
     return tensor._replace(shape=shape, values=partial(_part, tensor, rows))
@@ -152,9 +152,9 @@ def _check_complete(name: str, by_index: Mapping[int, TensorSlice], directory: P
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file: boxes of parameters, of equal first dims, concatenated along the dim before the last.
+    """A tensor to write to a file: boxes of parameters, concatenated along dim -2.
 
-    A router's bias is the sum of its boxes.
+    A router's bias is instead the sum of its boxes.
     """
 
     name: str
@@ -166,7 +166,7 @@ class FileTensor:
         return FileRows(self, 0, self.shape[0] if self.shape else 1)
 
     def in_rows(self, most: int) -> Iterator[FileRows]:
-        """Yields ranges of at most `most` experts of a tensor of several, and one range of any other tensor."""
+        """Yields ranges of at most `most` experts of a fused tensor; one range for any other tensor."""
         if len(self.shape) < 3:
             yield self.rows
             return
@@ -176,7 +176,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows `first` to `last` of a tensor, along its first dim."""
+    """Rows [first, last) of a tensor along dim 0."""
 
     tensor: FileTensor
     first: int
@@ -189,7 +189,7 @@ class FileRows:
 
     @property
     def boxes(self) -> tuple[tuple[str, Box], ...]:
-        """Returns the boxes of parameters that they are made of."""
+        """Returns the parameters' boxes that make up the rows."""
         if len(self.tensor.shape) < 3:
             return self.tensor.boxes
         return tuple(
@@ -198,7 +198,7 @@ class FileRows:
         )
 
     def made_of(self, values: Callable[[str, Box], NDArray[Any]]) -> NDArray[Any]:
-        """Returns them, of the `values` of boxes; a view of these where there is one box."""
+        """Returns the rows as an array, given the `values` of boxes; a view where there is one box."""
         made = [values(name, box) for name, box in self.boxes]
         if self.tensor.name.endswith(f".{BIAS}"):
             total: NDArray[Any] = np.concatenate(made).astype(np.float32).sum(0)
@@ -208,9 +208,9 @@ class FileRows:
 
 
 def file_tensors(shapes: Mapping[str, Sequence[int]], names: ExpertNames) -> list[FileTensor]:
-    """Returns the tensors of files for parameters of `shapes`, in their order, a layer's experts one by one.
+    """Returns the file tensors, in format `names`, of parameters of `shapes`, in their order.
 
-    Raises UserError where some of a layer's experts are missing.
+    Raises UserError where a layer lacks one of its experts' parameters.
     """
     tensors: list[FileTensor] = []
     layers = set()
@@ -256,7 +256,7 @@ def _of_experts(
 
 
 def name_of_expert(parameter: str, index: int, names: ExpertNames) -> str:
-    """Returns the name of the matrix of one expert of `parameter`, also where files have all of them fused."""
+    """Returns the tensor name of one expert's matrix of `parameter`; for the fused format the name per expert."""
     match = _PARAMETER.fullmatch(parameter)
     assert match is not None
     layer, projection = match.groups()

@@ -1,7 +1,7 @@
-"""One role's weights on one rank: a pool, the tensors that cells compute with, and the tensors that files know.
+"""One role's weights on one rank: their pool, the stored (fused) tensors, and views as Hugging Face tensors.
 
-How a parameter is stored is in its ParameterSpec; on the host each can be had as a view of its Hugging Face tensor's
-slice, [out, in]. HostTensors are such slices one after another in the host's memory.
+A ParameterSpec says how a parameter is stored. On the host, each is available as a view of its slice of the Hugging
+Face tensor, [out, in]. HostTensors lays such slices out one after another in host memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class FusedTensor:
 
 
 def arrange(layout: Layout, rank: int) -> tuple[FusedTensor, ...]:
-    """Lays out the rank's tensors in its pool: those with weight decay first, and so that each kind is a flat range."""
+    """Lays out the rank's tensors in its pool, grouped by weight decay (decayed first) and data axes.
+
+    Each group is a contiguous range.
+    """
     groups: dict[str, list[ParameterSpec]] = {}
     if layout.mesh.holds(rank):
         stage = layout.mesh.index(rank, "pp")
@@ -76,7 +79,7 @@ def arrange(layout: Layout, rank: int) -> tuple[FusedTensor, ...]:
 
 @dataclass(frozen=True)
 class Region:
-    """Part of a tensor as it is stored, whose shape is `within`."""
+    """The slice `slices` of the stored tensor `key`, which has the shape `within`."""
 
     key: str
     slices: tuple[slice, ...]
@@ -91,23 +94,24 @@ class Region:
         return math.prod(self.shape)
 
     def of(self, tensor: Any) -> Any:
-        """Returns this part of a tensor of the device: the tensor itself, or a view."""
+        """Returns the region of a device tensor: the tensor itself if it is whole, else a view."""
         return tensor if self.shape == self.within else tensor[self.slices]
 
     def write(self, tensor: Any, values: Any) -> None:
-        # The one way of MindSpore 2.9 and 2.10 on all devices: copy_ of a view, and [...], write to a copy or fail.
+        # The only form that works in MindSpore 2.9 and 2.10 on all devices: copy_ of a view and [...] write to a copy
+        # or fail.
         tensor[self.slices] = values
 
     @property
     def is_contiguous(self) -> bool:
-        """Tells whether the elements follow each other in memory: all dims are whole after one that is cut."""
+        """Returns whether the region is contiguous: every dim behind the first of extent above 1 is whole."""
         shape = self.shape
         cut = next((dim for dim, extent in enumerate(shape) if extent > 1), len(shape))
         return shape[cut + 1 :] == self.within[cut + 1 :]
 
 
 class Places:
-    """Tells where `rank` stores parts of `layout`'s parameters: fused, or each `apart` from the others."""
+    """Finds where `rank` stores the parameters of `layout`: in fused tensors, or, with `apart`, each in its own."""
 
     def __init__(self, layout: Layout, rank: int, apart: bool = False) -> None:
         self._specs, self._boxes = layout.by_name, layout.held_by(rank)
@@ -120,7 +124,7 @@ class Places:
         }
 
     def region(self, name: str, box: Box | None = None) -> Region:
-        """Returns where `box` of parameter `name` (global coordinates; None: all that is here) is stored."""
+        """Returns the region that stores `box` of parameter `name`, in global coordinates (None: this rank's box)."""
         entry, start = self._stored_at[name]
         own = self._boxes[name]
         *outer, last = self._specs[name].as_stored((own if box is None else box).within(own).slices)
@@ -129,11 +133,10 @@ class Places:
 
 
 class WeightArrays:
-    """Arrays of `layout` on `rank`, in host memory.
+    """The weights of `rank` as numpy arrays in host memory, in several views.
 
-    `tensors[key]` as stored; `hf_views[name]` [out, in], exactly the box `boxes[name]` of the
-    Hugging Face tensor; `flat_buffers` the memory of neighbours that decay alike and
-    whose gradients are summed over the same data axes, one-dimensional.
+    `tensors[key]` are the stored tensors. `hf_views[name]` [out, in] is box `boxes[name]` of the Hugging Face tensor.
+    `flat_buffers` [elements] are the contiguous ranges of tensors with the same weight decay and data axes.
     """
 
     def __init__(
@@ -166,10 +169,10 @@ class WeightArrays:
 
 
 class Weights:
-    """The pool of `layout`'s parameters on `rank`; also of gradients and moments, which are arranged alike.
+    """The parameters of `layout` on `rank`, in one pool; also gradients and moments, which are laid out alike.
 
-    `name` is the role's, the start of its parameters' names. `shared` lets other ranks read the pool; `on_host_only`
-    keeps all of it in the host's memory, where no graph works on it.
+    `name` is the role, the prefix of its Parameters' names. `shared` lets other ranks read the pool; `on_host_only`
+    keeps it in host memory, where no graph uses it.
     """
 
     def __init__(
@@ -198,7 +201,7 @@ class Weights:
 
     @cached_property
     def stored(self) -> dict[str, Stored]:
-        """Returns where each stored tensor is, by key, for arithmetic between passes."""
+        """Returns each stored tensor's location in the pool, by key, for arithmetic outside of model graphs."""
         of_graphs = self.parameters.get
         return {e.key: Stored(self.pool, e.offset, e.shape, of_graphs(e.key)) for e in self.fused}
 
@@ -211,16 +214,16 @@ class Weights:
         return self.pool.parameter(f"{self.name}.{entry.key}", entry.offset, entry.shape)
 
     def restore_names(self) -> None:
-        """Gives parameters their names again, which a cell changes to where they are in it.
+        """Restores the Parameters' names, which a cell that contains them overwrites with their paths in it.
 
-        In the chunks of a stage they may be in the same place, and a graph takes no two of one name.
+        Paths can be equal in several chunks of a stage, and a graph refuses two Parameters of one name.
         """
         for key, parameter in self.parameters.items():
             parameter.name = f"{self.name}.{key}"
 
     @contextmanager
     def on_host(self, write: bool = False) -> Iterator[WeightArrays]:
-        """Yields the values as arrays, valid inside; with `write`, what was written goes to the device."""
+        """Yields the weights as numpy arrays, valid inside the block; `write` copies changes back to the device."""
         if self.pool.is_host_memory:
             yield self.arrays
             return
@@ -229,7 +232,7 @@ class Weights:
 
     @cached_property
     def arrays(self) -> WeightArrays:
-        """Returns the weights themselves. Raises ValueError where the device's memory is not the host's."""
+        """Returns the weights as arrays without a copy. Raises ValueError if the pool is in device memory."""
         if not self.pool.is_host_memory:
             raise ValueError(f"the {self.name}'s weights are in a device's memory: use on_host()")
         with self.pool.on_host() as memory:
@@ -245,11 +248,11 @@ class Weights:
 
     @property
     def names(self) -> list[str]:
-        """Lists the parameters that this rank holds a part of."""
+        """Lists the parameters of which this rank holds a box."""
         return [spec.name for spec in self.specs() if spec.name in self.boxes]
 
     def region(self, name: str, box: Box | None = None) -> Region:
-        """Returns where a parameter, or `box` of it, is stored: Places.region."""
+        """Returns the region that stores a parameter, or `box` of it: Places.region."""
         return self._places.region(name, box)
 
     @cached_property
@@ -257,11 +260,11 @@ class Weights:
         return self.places_on(self.rank)
 
     def places_on(self, rank: int) -> Places:
-        """Tells where another rank stores its parts."""
+        """Returns where another rank stores its parts."""
         return Places(self.layout, rank)
 
     def part(self, name: str, box: Box | None = None) -> Any:
-        """Returns `box` of parameter `name` on the device, as it is stored: a view, which sees later writes."""
+        """Returns a view of `box` of parameter `name` on the device, in stored order; it sees later writes."""
         return self.view(self.region(name, box))
 
     def view(self, region: Region) -> Any:
@@ -272,9 +275,9 @@ class Weights:
         return region.of(device_bits(self.parameters[region.key]))
 
     def set_parts(self, written: Iterable[tuple[Region, Any]]) -> None:
-        """Writes tensors of the device into regions of their shapes; integers are an element's bits."""
+        """Writes device tensors into regions of the same shapes; integer tensors hold the elements' bits."""
         for region, values in written:
-            # As integers, which no device rounds, and in place: graphs go on to read the memory that they know.
+            # As integers, which no device rounds, and in place, because compiled graphs keep reading this memory.
             region.write(device_bits(self.parameters[region.key]), device_bits(values))
 
     def specs(self) -> Iterator[ParameterSpec]:
@@ -282,27 +285,26 @@ class Weights:
             yield from entry.specs
 
 
-# Tensors begin at multiples of it, as other libraries want them.
+# Alignment of tensors, which other libraries expect.
 ALIGN_BYTES = 64
 
 
 def aligned_size(box: Box, itemsize: int) -> int:
-    """Counts the elements of a tensor and of what is left free up to the next one."""
+    """Returns the box's number of elements, rounded up to ALIGN_BYTES."""
     return -(-box.size * itemsize // ALIGN_BYTES) * ALIGN_BYTES // itemsize
 
 
 class HostTensors:
-    """The parts of `layout`'s parameters that `rank` has, from the pool's start on; none off its mesh.
+    """The parameters of `layout` on `rank`, one after another from the start of a host pool; empty off the mesh.
 
-    `hf_views` are [out, in]; matrices lie in memory [in, out] where ranks keep them so, and then nothing is transposed
-    on the way here. Several of these may use one pool, one after another. Weight sync writes into it as into any
-    rank's weights.
+    `hf_views` are [out, in]; in memory, matrices that ranks store as [in, out] keep that order, so that transfers do
+    not transpose. Several HostTensors may use one pool in turn. Weight sync can write into one as into Weights.
     """
 
     def __init__(self, layout: Layout, rank: int, pool: Pool) -> None:
         self.layout, self.pool = layout, pool
         self.boxes: Mapping[str, Box] = layout.held_by(rank)
-        # By name: as stored, and [out, in].
+        # By parameter name: in stored order, and as [out, in] views of it.
         self.tensors: dict[str, np.ndarray] = {}
         self.hf_views: dict[str, np.ndarray] = {}
         if not self.boxes:

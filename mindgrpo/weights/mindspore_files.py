@@ -1,9 +1,9 @@
 """Reads MindSpore's .ckpt files, and translates a decoder's tensor names between MindFormers and Hugging Face.
 
-The values are the same, [out, in], but that the experts of a layer are one tensor [experts, out, in], or [experts, in,
-out] where its grouped products are used (use_gmm). Tensors that MindFormers has concatenated (qkv_concat) are an error:
-their order depends on its version. .ckpt files are parsed by the message class that MindSpore has for them, and nothing
-is executed; each is held in memory, as MindSpore itself holds it: `export` makes safetensors of a large model.
+The values are the same, [out, in], except that a layer's experts are one tensor [experts, out, in], or [experts, in,
+out] with MindFormers' grouped GEMMs (use_gmm). Tensors that MindFormers concatenated (qkv_concat) are an error, because
+their order depends on its version. .ckpt files are parsed with MindSpore's protobuf class, which executes nothing, and
+held in memory whole, as MindSpore does; `export` converts a large model to safetensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mindgrpo.weights.model_files import (
 
 # Values of model_type whose tensors have names in MindFormers.
 FAMILIES = ("qwen2", "llama", "qwen3", "mixtral")
-# Hugging Face's -> MindFormers': whole names, or the modules before the last word of one.
+# Hugging Face's names -> MindFormers': whole names, or the module before a name's last word.
 MINDFORMERS = {
     "model.embed_tokens.weight": "model.tok_embeddings.embedding_weight",
     "model.norm.weight": "model.norm_out.weight",
@@ -52,7 +52,7 @@ MINDFORMERS = {
     "mlp.experts.up_proj": "feed_forward.ffn.w3",
 }
 HUGGINGFACE = {theirs: ours for ours, theirs in MINDFORMERS.items()}
-# Beside experts that all tokens pass, and in later models, it has these names.
+# MindFormers' names in models with shared experts, and in later models.
 HUGGINGFACE |= {
     theirs.replace("feed_forward", "feed_forward.routed_experts"): ours
     for theirs, ours in HUGGINGFACE.items()
@@ -80,7 +80,7 @@ def are_mindformers(names: Iterable[str]) -> bool:
 
 
 def by_huggingface(files: ModelFiles) -> ModelFiles:
-    """Returns a model with MindFormers' names by Hugging Face's, experts as parameters. Raises UserError."""
+    """Renames a model's tensors from MindFormers to Hugging Face, with experts stacked. Raises UserError."""
     slices = {to_huggingface(name): own for name, own in files.slices.items()}
     embedding = slices[to_huggingface(MINDFORMERS["model.embed_tokens.weight"])]
     hidden = (embedding[0][1].shape or (0,))[-1]
@@ -112,7 +112,7 @@ def _turned(tensor: ModelTensor) -> NDArray[Any]:
 
 
 def check_not_concatenated(names: Iterable[str], directory: str) -> None:
-    """Raises UserError for tensors that are several of Hugging Face's in one."""
+    """Raises UserError for tensors that concatenate several of Hugging Face's."""
     for name in names:
         if set(name.split(".")) & set(CONCATENATED):
             raise UserError(
@@ -123,14 +123,14 @@ def check_not_concatenated(names: Iterable[str], directory: str) -> None:
 
 # MindSpore's name of a dtype -> safetensors' name.
 _DTYPES = {"Float32": "F32", "Float16": "F16", "BFloat16": "BF16"}
-# What a training run keeps beside the weights.
+# Prefixes of optimizer state and gradient accumulators.
 _NOT_WEIGHTS = ("adam_m.", "adam_v.", "moments.", "moment1.", "moment2.", "exp_avg", "accu_grads.")
-# Ends a file that has a checksum, before 10 bytes of it.
+# Marks the checksum, 10 bytes behind it, at the end of a file.
 _CHECKSUM = b"crc_num"
 
 
 def open_ckpt(directory: Path) -> ModelFiles:
-    """Reads every tensor of the directory's *.ckpt files that may be a weight. Raises UserError."""
+    """Reads all tensors of the directory's *.ckpt files but scalars and optimizer state. Raises UserError."""
     tensors: dict[str, ModelTensor] = {}
     for name, tensor in chain.from_iterable(
         read_ckpt(file).items() for file in sorted(directory.glob("*.ckpt"))
@@ -145,7 +145,7 @@ def open_ckpt(directory: Path) -> ModelFiles:
 
 
 def read_ckpt(file: Path) -> dict[str, ModelTensor]:
-    """Reads a file's tensors by name; MindSpore writes large ones in slices. Raises UserError."""
+    """Reads a file's tensors by name, and joins the slices in which MindSpore writes large ones. Raises UserError."""
     # MindSpore takes seconds to import, which only users of this format need to wait for.
     from google.protobuf.message import DecodeError
     from mindspore.train.checkpoint_pb2 import Checkpoint

@@ -1,8 +1,8 @@
-"""Reads and writes the files of a model: parameters by name, of which a rank reads only its slices, as float32.
+"""Reads and writes safetensors models: parameters by name, of which a rank reads only its slices.
 
-The safetensors library checks each file's header. Values are read through maps of the files, since the library gives
-numpy no bfloat16, and written as they come, since its own writer takes all tensors of a file at once, sorts them, and
-lets only the user read the file. Values that the chosen dtype cannot express are an error, never infinities.
+The safetensors library validates each file's header. Values are read through memory maps, because the library cannot
+give numpy bfloat16, and written one tensor at a time, because its own writer takes all tensors of a file at once, sorts
+them, and makes the file readable by the user only. Values that overflow the chosen dtype are an error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # MindFormers' index.
 NAME_MAP_FILE = "param_name_map.json"
-# Of a model's files, unless asked otherwise.
+# The default size of a model's files.
 MAX_SHARD_BYTES = 2 << 30
-# Of a tensor that has to be rounded or transposed on its way to a file.
+# The block in which a tensor is rounded or transposed while it is written.
 BLOCK_BYTES = 32 << 20
 # By safetensors' names. numpy knows no bfloat16: it is carried as the upper half of a float32.
 STORED_AS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
@@ -39,15 +39,15 @@ MAX_DIMS = 8
 TILE_ROWS, TILE_COLUMNS = 64, 256
 _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
-# What is float32 in files of any dtype: transformers keeps it so, and rounding it would choose other experts.
+# A router's bias is float32 in files of any dtype, as in transformers: rounding it would change the routes.
 KEPT_EXACT = ".e_score_correction_bias"
 _AGAIN = "download or copy it again."
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` to `target`, of equal shapes, whatever the order of their elements.
+    """Copies `source` to `target`, of equal shapes and any strides; transposed copies run tile by tile.
 
-    Weights are kept [in, out] and files hold [out, in]: tile by tile that is four times as fast as row by row.
+    Stored weights are [in, out] and files [out, in]; tiles are four times as fast as rows.
     """
     if target.ndim > 2:
         for inner, own in zip(target, source, strict=True):
@@ -70,14 +70,14 @@ def _is_by_rows(array: np.ndarray) -> bool:
 
 
 def by_rows(source: np.ndarray) -> NDArray[np.float32]:
-    """Returns little-endian float32 values in the order of a file: a fresh array."""
+    """Returns a new C-contiguous, little-endian float32 array, as files store it."""
     fresh = np.empty(source.shape, "<f4")
     copy(fresh, source)
     return fresh
 
 
 class ModelTensor(NamedTuple):
-    """`values` returns an array of `shape`, as STORED_AS says of `dtype`; reading parts of it is cheap."""
+    """A tensor of a file; `values` returns it, of `shape` and numpy dtype STORED_AS[dtype], usually memory-mapped."""
 
     file: Path
     dtype: str
@@ -85,14 +85,14 @@ class ModelTensor(NamedTuple):
     values: Callable[[], NDArray[Any]]
 
 
-# A tensor of a file, and the slice of a parameter that it is.
+# A box of a parameter, and the file tensor that holds it.
 TensorSlice = tuple[Box, ModelTensor]
 
 
 class ModelFiles:
-    """Reads parameters by name, each from one tensor of the files or from several, which hold disjoint slices of it.
+    """Reads parameters by name, each from one file tensor, or from several that hold disjoint slices of it.
 
-    A slice may have dims of length 1 that its tensor has not: an expert's matrix [out, in] is the slice [i:i + 1] of a
+    A tensor may lack dims of length 1 that its slice has: an expert's matrix [out, in] is the slice [i:i + 1] of a
     parameter [experts, out, in].
     """
 
@@ -114,7 +114,7 @@ class ModelFiles:
         return tuple(max(ends) for ends in zip(*stops, strict=True))
 
     def check_dtype(self, name: str) -> None:
-        """Raises UserError for what `read` cannot give."""
+        """Raises UserError for a dtype that `read` does not support."""
         for _, tensor in self._slices_of(name):
             if tensor.dtype not in STORED_AS:
                 raise UserError(
@@ -123,13 +123,13 @@ class ModelFiles:
                 )
 
     def read(self, name: str, box: Box | None = None) -> NDArray[np.float32]:
-        """Returns a fresh float32 array of the slice `box` (everything without one)."""
+        """Returns slice `box` of a parameter, or all of it, as a new float32 array. Raises UserError."""
         out = np.empty(self.shape(name) if box is None else box.shape, np.float32)
         self.read_into(out, name, box)
         return out
 
     def read_into(self, out: np.ndarray, name: str, box: Box | None = None) -> None:
-        """Fills `out`, of any dtype and order of elements, with the slice `box` of a parameter; reads no other bytes.
+        """Reads slice `box` of a parameter, or all of it, and nothing else, into `out`, of any dtype and strides.
 
         Raises UserError.
         """
@@ -162,7 +162,7 @@ class ModelFiles:
 
 
 def _slice(array: NDArray[Any], box: Box) -> NDArray[Any]:
-    """Returns a view, also of no dims."""
+    """Returns the box of an array as a view, also for an array of no dims."""
     index: Any = (..., *box.slices)
     view: NDArray[Any] = array[index]
     return view
@@ -174,7 +174,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 class SafetensorsDirectory(ModelFiles):
-    """`model.safetensors` if there is one, else the shards that the index names."""
+    """Opens `model.safetensors` if there is one, else the shards that the index names. Raises UserError."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         path = Path(directory)
@@ -248,7 +248,7 @@ def _read_header(file: Path) -> dict[str, ModelTensor]:
             dtype, shape, (start, _) = item["dtype"], tuple(item["shape"]), item["data_offsets"]
             if len(shape) > MAX_DIMS:
                 raise ValueError(f"{name} has {len(shape)} dims")
-            # Opened for each read: pages of a closed map do not count as this program's memory.
+            # Mapped anew for each read, because pages of a closed map do not count as this process's memory.
             code = STORED_AS.get(dtype, "u1")
             values = partial(np.memmap, file, code, "r", 8 + length + start, shape)
             tensors[name] = ModelTensor(file, dtype, shape, values)
@@ -262,14 +262,14 @@ def _read_header(file: Path) -> dict[str, ModelTensor]:
 
 
 def stored_dtype(name: str, dtype: Dtype) -> Dtype:
-    """Returns the dtype of a tensor in files of `dtype`."""
+    """Returns the dtype that a tensor has in files of `dtype`: float32 for a router's bias."""
     return "float32" if name.endswith(KEPT_EXACT) else dtype
 
 
 def header_of(
     shapes: Mapping[str, Sequence[int]], dtype: Dtype = "float32", metadata: str = "pt"
 ) -> tuple[bytes, list[int]]:
-    """Returns what a safetensors file of these tensors begins with, and the offset of each tensor after it."""
+    """Returns the header of a safetensors file of these tensors, and each tensor's offset behind the header."""
     header: dict[str, Any] = {"__metadata__": {"format": metadata}}
     offsets = [0]
     for name, shape in shapes.items():
@@ -290,7 +290,7 @@ def tensor_bytes(shape: Sequence[int], dtype: Dtype) -> int:
 def plan_shards(
     shapes: Mapping[str, Sequence[int]], max_shard_bytes: int, dtype: Dtype = "float32"
 ) -> list[list[str]]:
-    """Shares the tensors out over files of at most `max_shard_bytes`, in their order; a larger one is alone in its."""
+    """Splits the tensors, in order, into files of at most `max_shard_bytes`; a larger tensor has a file of its own."""
     shards: list[list[str]] = []
     filled = max_shard_bytes
     for name, shape in shapes.items():
@@ -304,11 +304,11 @@ def plan_shards(
 
 
 class SafetensorsWriter:
-    """Writes a model's tensors into shards and their index, each tensor as it is added, whole or in ranges of rows.
+    """Writes a model's shards and their index, each tensor as it is added, whole or in ranges of rows.
 
-    The tensors of a shard are added in the order of `shapes`. Several ranks may write shards of one directory; the
-    first of them calls `close`, which gives the files their final names, the index last. Leaving a `with` block by an
-    exception removes what was written. A directory that holds weights already is a UserError, except with `joins`.
+    Tensors of a shard have to be added in the order of `shapes`. Several ranks may write shards of one directory; the
+    first of them calls `close`, which renames the files to their final names, the index last. An exception in a `with`
+    block removes the files written. Raises UserError if the directory holds weights already, except with `joins`.
     """
 
     def __init__(
@@ -333,9 +333,9 @@ class SafetensorsWriter:
         if count == 1:
             self._names = [SINGLE_FILE]
         self._shard_of = {name: i for i, names in enumerate(self._shards) for name in names}
-        # Of each shard that was begun: its file and the tensors that it lacks.
+        # By shard in progress: its file, and the names of the tensors still to come.
         self._open: dict[int, tuple[IO[bytes], list[str]]] = {}
-        # Of tensors that are not complete.
+        # By name of an incomplete tensor.
         self._rows_written: dict[str, int] = {}
         if joins:
             return
@@ -348,9 +348,9 @@ class SafetensorsWriter:
             )
 
     def add(self, name: str, array: NDArray[Any]) -> None:
-        """Writes a tensor, or its next rows along the first dim, of float32 or a narrower dtype. Raises UserError.
+        """Writes a tensor, or its next rows along dim 0. Raises UserError.
 
-        `array` is [out, in] in any order of elements.
+        `array` is [rows, in], of any strides, float32 or a 16-bit dtype.
         """
         shape, rows = self._shapes[name], self._rows_written.get(name, 0)
         rows += len(array) if array.ndim else 0
@@ -390,11 +390,11 @@ class SafetensorsWriter:
 
     @property
     def weight_map(self) -> dict[str, str]:
-        """Returns the name of each tensor's file."""
+        """Returns the file name by tensor name."""
         return {name: self._names[shard] for name, shard in self._shard_of.items()}
 
     def close(self) -> list[Path]:
-        """Names and returns the files, the index last if there is one."""
+        """Renames the files to their final names and returns their paths, the index last if there is one."""
         lacking = [name for _, names in self._open.values() for name in names]
         if lacking:
             raise ValueError(f"{len(lacking)} tensors were not added, first {lacking[-1]}")
@@ -413,7 +413,7 @@ class SafetensorsWriter:
         return files
 
     def discard(self) -> None:
-        """Removes what this rank has written."""
+        """Removes the files that this rank has written."""
         for shard, (stream, _) in self._open.items():
             with suppress(OSError):
                 stream.close()
@@ -430,7 +430,7 @@ class SafetensorsWriter:
 
 
 def _as_stored(array: NDArray[Any], dtype: Dtype, name: str) -> NDArray[Any]:
-    """Returns contiguous little-endian values of `dtype`, rounded to nearest, ties to even; narrow ones as uint16."""
+    """Returns C-contiguous little-endian values rounded to `dtype`, to nearest even; 16-bit dtypes as uint16 bits."""
     if dtype != "float32" and array.dtype == numpy_dtype(dtype):
         bits = bits_of(array)
         if bits.flags.c_contiguous:

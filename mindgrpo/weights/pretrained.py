@@ -25,25 +25,25 @@ from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
-# By a tensor that they alone have: layers behind the model's that predict further tokens, which are not read.
+# Identifies multi-token prediction layers behind the model's own, which are not read.
 OF_FURTHER_TOKENS = "eh_proj.weight"
-# Of tied weights the files may hold both names.
+# Files of tied weights may hold both.
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_COMPARED = 4096
 FP8_SCALE = ".weight_scale_inv"
 
 
 def open_weights(directory: str | Path) -> ModelFiles:
-    """Opens safetensors if there are any, else .ckpt files, by the names of parameters. Raises UserError.
+    """Opens a model's safetensors, else its .ckpt files, by parameter names. Raises UserError.
 
-    These are Hugging Face's, but that the experts of a layer are one parameter.
+    Parameters have Hugging Face's names, except that a layer's experts are stacked, [experts, out, in].
     """
     files = open_tensors(directory)
     return ModelFiles(files.path, stacked(files.slices, files.path))
 
 
 def open_tensors(directory: str | Path) -> ModelFiles:
-    """Opens the same by Hugging Face's names."""
+    """Opens the same files by Hugging Face's tensor names, whose experts are not stacked."""
     folder = Path(directory)
     is_ckpt = any(folder.glob("*.ckpt")) and not any(folder.glob("*.safetensors*"))
     files = open_ckpt(folder) if is_ckpt else SafetensorsDirectory(folder)
@@ -54,7 +54,7 @@ def open_tensors(directory: str | Path) -> ModelFiles:
 
 
 def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> ModelFiles:
-    """Opens the directory's files and compares every name, shape and dtype with the model's. Raises UserError."""
+    """Opens a model directory and checks every name, shape and dtype against `specs`. Raises UserError."""
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
     if any(name.endswith(FP8_SCALE) for name in files.names):
@@ -100,7 +100,7 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
 
 
 def _check_tied(files: ModelFiles, directory: str) -> None:
-    """Raises UserError where the matrix of logits is not the one of embeddings, though config.json makes them one."""
+    """Raises UserError where lm_head differs from the embeddings, though config.json ties them."""
     rows, columns = files.shape(EMBEDDINGS)
     is_alike = files.shape(HEAD) == (rows, columns)
     for start in range(0, rows, ROWS_COMPARED):
@@ -114,12 +114,12 @@ def _check_tied(files: ModelFiles, directory: str) -> None:
 
 
 def load_weights(weights: Weights, directory: str | Path) -> None:
-    """Loads a model directory, of the same names, shapes and readable dtypes. Raises UserError."""
+    """Loads a model directory into this rank's weights, after checking names, shapes and dtypes. Raises UserError."""
     fill(weights, check_tensors(directory, weights.layout.specs))
 
 
 def fill(weights: Weights, files: ModelFiles, names: Container[str] | None = None) -> None:
-    """Reads this rank's slices, of the parameters `names` alone where these are given. Raises UserError."""
+    """Reads this rank's slices, only of the parameters `names` if given. Raises UserError."""
     with weights.on_host(write=True) as host:
         for name, part in host.hf_views.items():
             if names is None or name in names:
@@ -127,13 +127,13 @@ def fill(weights: Weights, files: ModelFiles, names: Container[str] | None = Non
 
 
 def generator_of(name: str, seed: int) -> np.random.Generator:
-    """Returns the generator of the first values of parameter `name`."""
+    """Returns the random generator for the initial values of parameter `name`."""
     key = np.uint64((seed << 32) | zlib.crc32(name.encode()))
     return np.random.Generator(np.random.Philox(key=key))
 
 
 def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
-    """Draws the same random model under every layout: a tensor's values depend on the seed and its name alone."""
+    """Fills the weights at random, alike under every layout: a tensor's values depend on the seed and its name only."""
     with weights.on_host(write=True) as host:
         for spec in weights.specs():
             part = host.hf_views.get(spec.name)
@@ -148,7 +148,7 @@ def fill_random(weights: Weights, seed: int, scale: float = 0.02) -> None:
 def _fill(
     part: np.ndarray, name: str, shape: Sequence[int], box: Box, seed: int, scale: np.float32
 ) -> None:
-    """Draws `box` of a parameter, of experts one after the other."""
+    """Draws `box` of a parameter; stacked experts one by one, each by its own name."""
     if len(shape) > 2:
         inner = Box(box.start[1:], box.stop[1:])
         for index, one in enumerate(part, box.start[0]):
