@@ -11,10 +11,17 @@ typedef float vec16 __attribute__((vector_size(64), aligned(4)));
 
 /* VEC floats; LANES of them fit one of the processor's REGISTERS, which is what sums that have to stay in registers are of:
  * GCC keeps wider vectors in memory. */
+#define FOUR_LANES(F, N, STEP) F(N, STEP), F(N + 1, STEP), F(N + 2, STEP), F(N + 3, STEP)
+#define EIGHT_LANES(F, N, STEP) FOUR_LANES(F, N, STEP), FOUR_LANES(F, N + 4, STEP)
+#define EACH_LANE(F, STEP) FOUR_LANES(F, 0, STEP)
 #if defined(__AVX512F__)
 enum { VEC = 16, LANES = 16, REGISTERS = 32 };
+#undef EACH_LANE
+#define EACH_LANE(F, STEP) EIGHT_LANES(F, 0, STEP), EIGHT_LANES(F, 8, STEP)
 #elif defined(__AVX__)
 enum { VEC = 16, LANES = 8, REGISTERS = 16 };
+#undef EACH_LANE
+#define EACH_LANE(F, STEP) EIGHT_LANES(F, 0, STEP)
 #elif defined(__aarch64__)
 enum { VEC = 16, LANES = 4, REGISTERS = 32 };
 #else
@@ -52,54 +59,55 @@ static inline float fast_exp(float x) {
     return x < -87.0f ? 0.0f : y;
 }
 
+/* One of log2(LANES) stages of a transposition; indices are constants, as GCC makes those of a loop while it runs. */
+#define LOW_LANE(I, STEP) (I) & (STEP) ? (I) - (STEP) + LANES : (I)
+#define HIGH_LANE(I, STEP) (I) & (STEP) ? (I) + LANES : (I) + (STEP)
+#define TRANSPOSE_STAGE(STEP)                                                        \
+    for (int i = 0; i < LANES; i++) {                                                \
+        if (i & (STEP)) continue;                                                    \
+        const lane_order low = {EACH_LANE(LOW_LANE, STEP)}, high = {EACH_LANE(HIGH_LANE, STEP)}; \
+        lanes a = x[i], b = x[i + (STEP)];                                           \
+        x[i] = __builtin_shuffle(a, b, low);                                         \
+        x[i + (STEP)] = __builtin_shuffle(a, b, high);                               \
+    }
+
 /* x [LANES][LANES] -> its transpose */
 ALWAYS_INLINE void transpose_lanes(lanes *x) {
-    typedef int32_t order __attribute__((vector_size(LANES * 4)));
-#pragma GCC unroll 4
-    for (int step = 1; step < LANES; step *= 2) {
-        order low, high;
-        for (int i = 0; i < LANES; i++) {
-            low[i] = i & step ? i - step + LANES : i;
-            high[i] = i & step ? i + LANES : i + step;
-        }
+    typedef int32_t lane_order __attribute__((vector_size(LANES * 4)));
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            if (i & step) continue;
-            lanes a = x[i], b = x[i + step];
-            x[i] = __builtin_shuffle(a, b, low);
-            x[i + step] = __builtin_shuffle(a, b, high);
-        }
-    }
+    TRANSPOSE_STAGE(1)
+#pragma GCC unroll 16
+    TRANSPOSE_STAGE(2)
+#if defined(__AVX__)
+#pragma GCC unroll 16
+    TRANSPOSE_STAGE(4)
+#endif
+#if defined(__AVX512F__)
+#pragma GCC unroll 16
+    TRANSPOSE_STAGE(8)
+#endif
 }
 
 /* x [16][16] -> its transpose */
 ALWAYS_INLINE void transpose16(vec16 *x) {
-    /* Shuffles of several registers are made element by element, and take minutes to compile. */
-    if (LANES < VEC) {
-        float *all = (float *)x;
-        for (int i = 0; i < VEC; i++)
-            for (int j = 0; j < i; j++) {
-                float other = all[i * VEC + j];
-                all[i * VEC + j] = all[j * VEC + i], all[j * VEC + i] = other;
-            }
+    if (LANES == VEC) {
+        transpose_lanes((lanes *)x);
         return;
     }
-    typedef int32_t order __attribute__((vector_size(64)));
-#pragma GCC unroll 4
-    for (int step = 1; step < VEC; step *= 2) {
-        order low, high;
-        for (int i = 0; i < VEC; i++) {
-            low[i] = i & step ? i - step + VEC : i;
-            high[i] = i & step ? i + VEC : i + step;
+    for (int i = 0; i < VEC; i += LANES)
+        for (int j = 0; j <= i; j += LANES) {
+            lanes below[LANES], above[LANES];
+            for (int q = 0; q < LANES; q++) {
+                memcpy(&below[q], (float *)&x[i + q] + j, sizeof below[q]);
+                memcpy(&above[q], (float *)&x[j + q] + i, sizeof above[q]);
+            }
+            transpose_lanes(below);
+            transpose_lanes(above);
+            for (int q = 0; q < LANES; q++) {
+                memcpy((float *)&x[j + q] + i, &below[q], sizeof below[q]);
+                memcpy((float *)&x[i + q] + j, &above[q], sizeof above[q]);
+            }
         }
-#pragma GCC unroll 16
-        for (int i = 0; i < VEC; i++) {
-            if (i & step) continue;
-            vec16 a = x[i], b = x[i + step];
-            x[i] = __builtin_shuffle(a, b, low);
-            x[i + step] = __builtin_shuffle(a, b, high);
-        }
-    }
 }
 
 static inline float dot(const float *a, const float *b, int64_t n) {
