@@ -11,9 +11,9 @@ _Static_assert(STRIP >= 1 && STRIP <= 14, "TILES lists a tile for each number of
 /* Of B as it lies a few rows read as much at a time as the registers allow. */
 enum { WIDE = 2 * VEC, WIDE_ROWS = STRIP * PANEL / WIDE };
 
-/* Products of fewer rows, columns or depth are made panel by panel. Of these, B is packed where COPY_FROM rows read it: in a wide
- * matrix a panel lies on as many pages as it is deep. */
-enum { BLOCK_ROWS = 48, BLOCK_SIZE = 64, COPY_FROM = 24, DEPTH = 512, PART_OF_DEPTH = 128 };
+/* Products of so few rows, or of few columns or depth, are made panel by panel, and few rows read B as it lies. More read it
+ * packed: in a wide matrix a panel lies on as many pages as it is deep. */
+enum { FEW_ROWS = 64, BLOCK_SIZE = 64, DEPTH = 512, PART_OF_DEPTH = 128 };
 
 /* In multiply-adds, what it costs to pack an element; and rows that are packed side by side, as many as a processor follows
  * streams. */
@@ -280,9 +280,9 @@ static int by_blocks(const Product *t) {
  * stretches of its depth; so it does where A is too large for the first cache. Not for trees of columns that are not whole vectors. */
 static void by_panels(const Product *t) {
     _Alignas(64) float copied[DEPTH * PANEL + VEC];
-    int copies = t->transposed || t->m >= COPY_FROM;
+    int copies = t->transposed || t->m > FEW_ROWS;
     int64_t step = t->leaves > 1 ? t->k : copies && !t->transposed ? DEPTH : PART_OF_DEPTH;
-    int64_t stretch = t->m > BLOCK_ROWS || !copies ? step : t->k, most = copies || t->m > WIDE_ROWS ? PANEL : WIDE;
+    int64_t stretch = t->m > FEW_ROWS || !copies ? step : t->k, most = copies || t->m > WIDE_ROWS ? PANEL : WIDE;
     for (int64_t start = 0; start == 0 || start < t->k; start += stretch)
         for (int64_t j = 0, width; j < t->n; j += width) {
             width = t->n - j >= most ? most : t->n - j < PANEL ? t->n - j : PANEL;
@@ -324,13 +324,13 @@ static Product share_of(Member member, Product t) {
 void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
           const float *b, int64_t ldb, int transposed, float *c, int64_t ldc, int keep) {
     Product t = share_of(member, (Product){m, n, k, 1, a, a_row, a_column, b, ldb, c, ldc, transposed, keep});
-    if (t.m < BLOCK_ROWS || t.n < BLOCK_SIZE || k < BLOCK_SIZE || by_blocks(&t)) by_panels(&t);
+    if (t.m <= FEW_ROWS || t.n < BLOCK_SIZE || k < BLOCK_SIZE || by_blocks(&t)) by_panels(&t);
 }
 
 int gemm_tree(Member member, int64_t m, int64_t n, int64_t k, int64_t leaves, const float *a, int64_t lda,
               const float *b, int64_t ldb, float *c, int64_t ldc) {
     Product t = share_of(member, (Product){m, n, k, leaves, a, lda, 1, b, ldb, c, ldc, 0, 0});
-    if (t.m >= COPY_FROM || t.n % VEC) return by_blocks(&t);
+    if (t.m > FEW_ROWS || t.n % VEC) return by_blocks(&t);
     by_panels(&t);
     return 0;
 }
