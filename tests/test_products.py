@@ -19,7 +19,7 @@ from mindgrpo.backend.kernels.native.library import call_kernel, library_path
 pytestmark = pytest.mark.skipif(library_path() is None, reason="no C compiler on this machine")
 
 ROOT = Path(__file__).resolve().parents[1]
-SHAPES, MOST_MULTIPLIES = 200, 6_000_000
+SHAPES, MOST_MULTIPLIES = 200, 30_000_000
 
 
 def _factors(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -42,12 +42,18 @@ def _tree(a: np.ndarray, b: np.ndarray, leaves: int) -> np.ndarray:
 
 
 def _shape(rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Draws rows, columns, leaves and the depth of a leaf: as often a few of them as hundreds."""
+    """Draws rows, columns (half of them whole vectors), leaves and the depth of a leaf.
+
+    Half of the shapes are large enough to be made in blocks, the others as often have a few of each as hundreds.
+    """
     while True:
-        sizes = np.exp2(rng.uniform(0, (12, 8, 0, 11))).astype(int)
+        least = 6.1 if rng.random() < 0.5 else 0
+        sizes = np.exp2(rng.uniform(least, (12, 9, 11))).astype(int)
         leaves = 2 ** int(rng.integers(0, 4))
-        if 30_000 < sizes[0] * sizes[1] * sizes[3] < MOST_MULTIPLIES or rng.random() < 0.05:
-            return int(sizes[0]), int(sizes[1]), leaves, max(1, int(sizes[3]) // leaves)
+        if rng.random() < 0.5:
+            sizes[1] += -sizes[1] % 16
+        if sizes.prod() < MOST_MULTIPLIES:
+            return int(sizes[0]), int(sizes[1]), leaves, max(1, int(sizes[2]) // leaves)
 
 
 def compare(first: int, end: int) -> None:

@@ -92,7 +92,7 @@ static void packed_tile(int64_t rows, int64_t k, const float *a, const float *b,
 
 /* `rows` x `vecs` vectors of C. */
 static void leaf_tile(int64_t rows, int vecs, int64_t k, Factors f, float *c, int64_t ldc, int keep) {
-    if (f.a_row == 1 && f.a_column == rows && f.ldb == PANEL && !f.next_row)
+    if (vecs * VEC == PANEL && f.a_row == 1 && f.a_column == rows && f.ldb == PANEL && !f.next_row)
         packed_tile(rows, k, f.a, f.b, c, ldc, keep);
     else if (vecs == 1)
         any_tile(rows, 1, k, f, c, ldc, keep);
