@@ -1,4 +1,4 @@
-"""Fetches entries of remote per-token arrays (expert routes) from the ranks that own them to the ranks that need them.
+"""Fetches entries of remote per-token arrays from the ranks that own them to the ranks that need them.
 
 For a large model these arrays are gigabytes a step, one byte per token, layer and chosen expert, too much to broadcast
 with the samples. Each rank fetches only the samples of its rows and the layers of its stage, when it plans its rows.

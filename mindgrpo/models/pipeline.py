@@ -272,10 +272,10 @@ class ForwardPipeline:
     def record(
         self, batches: Sequence[MicroBatch], packed: PackedRollout
     ) -> tuple[list[Predictions] | None, StepExperts | None]:
-        """Collective call: returns log_probs and, for a trained model with experts, the routes of the samples.
+        """Collective call: returns log_probs and, for a trained model with experts, those of the samples.
 
-        The routes are the generator's, or else those that routers choose now. Together, the micro-batches of the ranks
-        with the same layers must contain all samples.
+        They are the experts of the generator, or else those that routers choose now. Together, the micro-batches of the
+        ranks with the same layers must contain all samples.
         """
         if self.experts is None or not self.is_trained:
             return self.log_probs(batches)[0], None
@@ -297,7 +297,7 @@ class ForwardPipeline:
         return results, experts.compared(inputs, choices)
 
     def experts_of(self, packed: PackedRollout) -> StepExperts | None:
-        """Returns the generator's routes, or else those that routers choose now; None for a dense model."""
+        """Returns the experts of the generator, or else those that routers choose now; None for a dense model."""
         if self.experts is None:
             return None
         replayed = self.experts.replayed(packed.rollout)
@@ -350,7 +350,7 @@ def compute_log_probs(
 def record_log_probs(
     pipeline: ForwardPipeline | None, mesh: Mesh, backend: Backend, packed: PackedRollout
 ) -> tuple[list[np.ndarray], StepExperts | None]:
-    """Like compute_log_probs, but also returns the routes that `pipeline` records."""
+    """Like compute_log_probs, but also returns the experts that `pipeline` records."""
     own: dict[int, np.ndarray] = {}
     experts = None
     if pipeline is not None:

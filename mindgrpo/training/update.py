@@ -232,9 +232,9 @@ def update(
 ) -> UpdateReport:
     """Updates the policy with samples `members` of `batch`, whose rollout is `packed`. Collective over all ranks.
 
-    `experts` are the routes that an earlier forward pass recorded; without them an extra forward pass records them. The
-    loss is normalised over `members`, independent of their placement on ranks and rows. Samples without a gradient may
-    run forward only. Raises NonFiniteUpdate, on all ranks alike, where a log-prob, the loss or the gradient is not
+    `experts` are the choices that an earlier forward pass recorded; without them an extra forward pass records them.
+    The loss is normalised over `members`, independent of their placement on ranks and rows. Samples without a gradient
+    may run forward only. Raises NonFiniteUpdate, on all ranks alike, where a log-prob, the loss or the gradient is not
     finite, and whatever `check` raises for the report, which is the same on every rank; weights and moments are
     untouched in both cases.
     """

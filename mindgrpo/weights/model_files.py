@@ -39,7 +39,7 @@ MAX_DIMS = 8
 TILE_ROWS, TILE_COLUMNS = 64, 256
 _DTYPE_CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _INFINITY = {"float16": 0x7C00, "bfloat16": 0x7F80}
-# A router's bias is float32 in files of any dtype, as in transformers: rounding it would change the routes.
+# A router's bias is float32 in files of any dtype, as in transformers: rounding it would change the choice of experts.
 KEPT_EXACT = ".e_score_correction_bias"
 _AGAIN = "download or copy it again."
 

@@ -7,7 +7,7 @@
 
 /* A tile's sums take all registers but those for a row of its panel and for an element of A. */
 enum { PANEL = LANES == VEC ? 2 * VEC : VEC, PARTS = PANEL / LANES, STRIP = (REGISTERS - 1 - PARTS) / PARTS };
-_Static_assert(STRIP >= 1 && STRIP <= 14, "TILES lists a tile for each number of rows up to 14");
+_Static_assert(STRIP >= 1 && STRIP <= 14, "any_tile has a tile for each number of rows up to 14");
 /* Of B as it lies a few rows read as much at a time as the registers allow. */
 enum { WIDE = 2 * VEC, WIDE_ROWS = STRIP * PANEL / WIDE };
 
@@ -67,37 +67,29 @@ ALWAYS_INLINE void tile(int rows, int parts, int64_t k, Factors f, float *c, int
         for (int v = 0; v < parts; v++) *(lanes *)(c + r * ldc + v * LANES) = sum[r][v];
 }
 
-#define TILES(CALL)                                                                                                   \
-    switch (rows) {                                                                                                   \
-        CALL(1) CALL(2) CALL(3) CALL(4) CALL(5) CALL(6) CALL(7) CALL(8) CALL(9) CALL(10) CALL(11) CALL(12) CALL(13) CALL(14) \
-    }
-#define ONE_TILE(COUNT)                                                                              \
-    case COUNT:                                                                                      \
-        if (COUNT * vecs * VEC <= STRIP * PANEL) tile(COUNT % (STRIP + 1), vecs *VEC / LANES, k, f, c, ldc, keep); \
+#define TILE(COUNT)                                                                                                   \
+    case COUNT:                                                                                                       \
+        if (is_packed) f.a_row = 1, f.a_column = COUNT, f.ldb = PANEL, f.next_row = 0;                                \
+        if (COUNT * vecs * VEC <= STRIP * PANEL) tile(COUNT % (STRIP + 1), vecs * VEC / LANES, k, f, c, ldc, keep);   \
         break;
 
-ALWAYS_INLINE void any_tile(int64_t rows, int vecs, int64_t k, Factors f, float *c, int64_t ldc, int keep) { TILES(ONE_TILE) }
-
-/* Both factors packed. */
-static void packed_tile(int64_t rows, int64_t k, const float *a, const float *b, float *c, int64_t ldc, int keep) {
-    const int vecs = PANEL / VEC;
-#define PACKED_TILE(COUNT)                                         \
-    case COUNT: {                                                  \
-        Factors f = {a, b, b, 1, COUNT % (STRIP + 1), PANEL, 0};   \
-        if (COUNT <= STRIP) tile(COUNT % (STRIP + 1), vecs *VEC / LANES, k, f, c, ldc, keep); \
-        break;                                                     \
+/* `rows` x `vecs` vectors of C. What is known while compiling of factors that are both packed makes the tile faster. */
+ALWAYS_INLINE void any_tile(int64_t rows, int vecs, int is_packed, int64_t k, Factors f, float *c, int64_t ldc, int keep) {
+    switch (rows) {
+        TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7)
+        TILE(8) TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14)
     }
-    TILES(PACKED_TILE)
 }
+#undef TILE
 
-/* `rows` x `vecs` vectors of C. */
 static void leaf_tile(int64_t rows, int vecs, int64_t k, Factors f, float *c, int64_t ldc, int keep) {
-    if (vecs * VEC == PANEL && f.a_row == 1 && f.a_column == rows && f.ldb == PANEL && !f.next_row)
-        packed_tile(rows, k, f.a, f.b, c, ldc, keep);
+    int is_packed = f.a_row == 1 && f.a_column == rows && f.ldb == PANEL && !f.next_row;
+    if (is_packed && vecs * VEC == PANEL)
+        any_tile(rows, PANEL / VEC, 1, k, f, c, ldc, keep);
     else if (vecs == 1)
-        any_tile(rows, 1, k, f, c, ldc, keep);
+        any_tile(rows, 1, 0, k, f, c, ldc, keep);
     else
-        any_tile(rows, 2, k, f, c, ldc, keep);
+        any_tile(rows, 2, 0, k, f, c, ldc, keep);
 }
 
 static void add_tiles(int64_t rows, int64_t width, const float *x, const float *y, float *to, int64_t ld) {

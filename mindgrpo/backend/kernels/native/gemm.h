@@ -11,7 +11,7 @@
 #include "thread_pool.h"
 #include "vec16.h"
 
-/* The member's columns of C[m, n] = (keep ? C : 0) + A[m, k] B[k, n], or A B^T where B is [n, k] and `transposed`.
+/* The member's rows or columns of C[m, n] = (keep ? C : 0) + A[m, k] B[k, n], or A B^T where B is [n, k] and `transposed`.
  * A's element (i, p) is a[i * a_row + p * a_column]; ldb and ldc are the floats from one row to the next. */
 void gemm(Member member, int64_t m, int64_t n, int64_t k, const float *a, int64_t a_row, int64_t a_column,
           const float *b, int64_t ldb, int transposed, float *c, int64_t ldc, int keep);

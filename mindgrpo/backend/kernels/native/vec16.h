@@ -9,19 +9,23 @@
 
 typedef float vec16 __attribute__((vector_size(64), aligned(4)));
 
-/* VEC floats; LANES of them fit one of the processor's REGISTERS, which is what sums that have to stay in registers are of:
- * GCC keeps wider vectors in memory. */
+/* F(lane, STEP) of all LANES, for a list of constants. */
 #define FOUR_LANES(F, N, STEP) F(N, STEP), F(N + 1, STEP), F(N + 2, STEP), F(N + 3, STEP)
 #define EIGHT_LANES(F, N, STEP) FOUR_LANES(F, N, STEP), FOUR_LANES(F, N + 4, STEP)
-#define EACH_LANE(F, STEP) FOUR_LANES(F, 0, STEP)
 #if defined(__AVX512F__)
-enum { VEC = 16, LANES = 16, REGISTERS = 32 };
-#undef EACH_LANE
 #define EACH_LANE(F, STEP) EIGHT_LANES(F, 0, STEP), EIGHT_LANES(F, 8, STEP)
 #elif defined(__AVX__)
-enum { VEC = 16, LANES = 8, REGISTERS = 16 };
-#undef EACH_LANE
 #define EACH_LANE(F, STEP) EIGHT_LANES(F, 0, STEP)
+#else
+#define EACH_LANE(F, STEP) FOUR_LANES(F, 0, STEP)
+#endif
+
+/* VEC floats; LANES of them fit one of the processor's REGISTERS, which is what sums that have to stay in registers are of:
+ * GCC keeps wider vectors in memory. */
+#if defined(__AVX512F__)
+enum { VEC = 16, LANES = 16, REGISTERS = 32 };
+#elif defined(__AVX__)
+enum { VEC = 16, LANES = 8, REGISTERS = 16 };
 #elif defined(__aarch64__)
 enum { VEC = 16, LANES = 4, REGISTERS = 32 };
 #else
