@@ -14,7 +14,7 @@ from mindgrpo.report.inline import ReportFrame
 from mindgrpo.report.write import FILE_NAME, write_at_end
 from mindgrpo.run.preflight import Reward
 from mindgrpo.run.train import Rewards, TrainingLoop
-from mindgrpo.run.trl_arguments import Rows, refuse, with_arguments
+from mindgrpo.run.trl_arguments import Rows, refuse, split_models, with_arguments
 from mindgrpo.run.trl_config import GRPOConfig
 
 
@@ -117,10 +117,10 @@ class Trainer(TrainingLoop):
 class GRPOTrainer(Trainer):
     """Trains as `config` says, on every rank that msrun started, or alone.
 
-    `reward_functions` (callables, built-in names, module:function or file.py:function) replace
-    those of reward_config, each with weight 1.0 unless `reward_weights`, `args` or a `reward_config.verifier_weight`
-    without functions beside it says. `name` names the output folder. Raises UserError for whatever the configuration
-    gets wrong.
+    `reward_functions` (callables, built-in names, module:function, file.py:function, or a sequence classifier's folder
+    or name on a hub) replace those of reward_config, each with weight 1.0 unless `reward_weights`, `args` or a
+    `reward_config.verifier_weight` without functions beside it says. `name` names the output folder. Raises UserError
+    for whatever the configuration gets wrong.
 
     In TRL's form: `model` (a Hugging Face directory, or a name on a hub), `reward_funcs` (one or several) and
     `train_dataset` and `eval_dataset` (rows such as {"prompt": ..., "answer": ...}, a path, or a name on a hub) take
@@ -159,6 +159,11 @@ class GRPOTrainer(Trainer):
                 reward_functions = reward_funcs
         # Functions that are given by TRL's name get what TRL passes.
         form: CompletionForm = "text" if reward_funcs is None else "as_prompts"
+        weights, models = reward_weights, dict[int, str]()
+        if reward_functions is not None:
+            reward_functions, models = split_models(reward_functions)
+        if models and weights is not None:
+            weights = [weight for i, weight in enumerate(weights) if i not in models]
         super().__init__(
             with_arguments(
                 config,
@@ -169,9 +174,11 @@ class GRPOTrainer(Trainer):
                 args=args,
                 peft_config=peft_config,
                 has_rewards=reward_functions is not None,
+                models=models,
+                reward_weights=reward_weights,
             ),
             name,
-            Rewards(reward_functions, reward_weights, form),
+            Rewards(reward_functions, weights, form),
         )
 
 

@@ -5,6 +5,7 @@ Refuses to compare. tests/golden/make_models.py made the models and the values o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from algorithms import loss_of
 from mindspore import Tensor, nn, ops
+from safetensors.numpy import save_file
 
+from mindgrpo.algorithm.context_split import COLUMNS_A_RANK
 from mindgrpo.algorithm.packing import (
     MicroShape,
     PackedRollout,
@@ -24,17 +27,19 @@ from mindgrpo.algorithm.packing import (
 from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import AdamWSettings
+from mindgrpo.grpo.reward_model import RewardModel
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.parameters import parameter_specs
-from mindgrpo.models.pipeline import by_sample
+from mindgrpo.models.pipeline import ForwardPipeline, by_sample
 from mindgrpo.models.shard import Shard
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.rewards.classifier_texts import ClassifierTexts, Completed
 from mindgrpo.training.policy import Policy, UpdateSettings
 from mindgrpo.training.stage_graphs import LossInputs
 from mindgrpo.weights.local_weights import Weights
-from mindgrpo.weights.pretrained import load_weights
+from mindgrpo.weights.pretrained import load_weights, open_tensors
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 FAMILIES = (
@@ -95,6 +100,36 @@ def read_golden(family: str) -> Golden:
     layout = Layout.of(Mesh(1, 1), parameter_specs(config))
     with np.load(directory / "golden.npz") as values:
         return Golden(directory, config, layout, dict(values))
+
+
+@dataclass(frozen=True)
+class GoldenScores:
+    """A classifier with a family's weights and `head` [1, H]; transformers' scores of `texts`, float32 [texts]."""
+
+    family: str
+    head: np.ndarray
+    texts: list[np.ndarray]
+    scores: np.ndarray
+
+    def write(self, folder: Path, **changes: Any) -> Path:
+        """Writes the classifier's files into `folder`, as transformers does; `changes` are of its config.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        raw = json.loads((FOLDER / self.family / "config.json").read_text())
+        architecture = raw["architectures"][0].replace("ForCausalLM", "ForSequenceClassification")
+        labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        raw |= {"architectures": [architecture], **labels, **changes}
+        (folder / "config.json").write_text(json.dumps(raw))
+        files = open_tensors(FOLDER / self.family)
+        values = {name: files.read(name) for name in files.names if name != "lm_head.weight"}
+        save_file(values | {"score.weight": self.head}, folder / "model.safetensors")
+        return folder
+
+
+def read_scores(family: str) -> GoldenScores:
+    with np.load(FOLDER / "scores.npz") as values:
+        ends = np.cumsum(values["lengths"])[:-1]
+        texts = np.split(values[f"{family}/ids"], ends)
+        return GoldenScores(family, values[f"{family}/head"], texts, values[f"{family}/scores"])
 
 
 def loaded_weights(golden: Golden, backend: Backend) -> Weights:
@@ -172,3 +207,33 @@ def logits_of(golden: Golden, backend: Backend) -> np.ndarray:
     spans = np.zeros((*tokens.shape, 3), np.int32)
     inputs = Tensor(tokens), Tensor(positions), Tensor(spans)
     return Logits(shard, length)(*inputs).asnumpy().reshape(num_rows, length, -1)
+
+
+def scores_of(
+    folder: Path, texts: Sequence[np.ndarray], backend: Backend, mesh: Mesh
+) -> list[float]:
+    """What a run's reward model makes of `texts`, packed into rows of 64 tokens; collective."""
+    splits = mesh.tp > 1 and mesh.cp > 1
+    config = read_config(folder).with_scalar_head()
+    layout = Layout.of(mesh, parameter_specs(config, splits), 0, splits)
+    weights = Weights(layout, backend.rank, backend, "reward_model")
+    weights.pool.load()
+    load_weights(weights, folder)
+    unit = mesh.cp * COLUMNS_A_RANK if mesh.cp > 1 else 1
+    shape = MicroShape(2, 64, unit=unit, context_ranks=mesh.cp)
+    pipeline = ForwardPipeline(Shard(config, weights, backend), backend, "scores", shape, 64, 1.0)
+    model = RewardModel("golden", "golden", 1.0, "none", 60, AsTheyAre(), weights, pipeline)
+    samples = [Completed((), "", ids, "", ids[:0], ()) for ids in texts]
+    result = model.score(backend, lambda role: None, lambda: samples)
+    assert not result.failures
+    return [float(result.values[i] or 0.0) for i in range(len(texts))]
+
+
+class AsTheyAre(ClassifierTexts):
+    """Of samples that have tokens already."""
+
+    def __init__(self) -> None:
+        pass
+
+    def ids(self, sample: Completed) -> list[int]:
+        return sample.prompt_ids.tolist()

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import numpy as np
 import pytest
 from batch_variants import BATCH_VARIANTS, of_whole_batch
 from distributed import cases as c
-from golden_models import BOUNDS, read_golden
+from golden_models import BOUNDS, read_golden, read_scores
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
 
@@ -433,6 +434,17 @@ def test_log_probs_and_every_gradient_of_experts_on_several_ranks_are_those_of_t
     gaps = [gap for one in found for gap in one["gradients"].items()]
     assert {name for name, _ in gaps} == set(golden.gradients)
     assert all(gap < BOUNDS.gradients for _, gap in gaps), max(gaps, key=itemgetter(1))
+
+
+@pytest.mark.parametrize("name", c.SCORED)
+def test_scores_of_a_classifier_are_those_of_transformers_with_the_same_bits_in_every_layout(
+    launch: Launch, name: str
+) -> None:
+    alone = launch((1, "shared_memory"))[1][0]["scores"]["alone"]
+    golden = read_scores(c.SCORED_FAMILY)
+    assert np.abs(np.array([*map(float.fromhex, alone)]) - golden.scores).max() < BOUNDS.logps
+    world = prod(c.SCORED[name]), "shared_memory"
+    assert [rank["scores"][name] for rank in launch(world)[1]] == [alone] * world[0]
 
 
 def test_what_a_sharded_optimizer_saves_goes_on_bit_for_bit_over_other_replicas_and_whole(

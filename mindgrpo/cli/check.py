@@ -38,7 +38,7 @@ from mindgrpo.run.preflight import (
     prepare,
     prepare_supervised,
     read_model,
-    read_teacher,
+    read_other_models,
     read_tokenizer,
     scorer_of,
 )
@@ -162,7 +162,7 @@ def _others_of_model(config: Config, model: DecoderConfig, world_size: int | Non
     for path in dict.fromkeys(filter(None, yaml_files)):
         yield from problems(partial(check_agreement, model, path, directory))
     yield from problems(
-        lambda: plan_run(config, model, world_size, read_teacher(config, model)),
+        lambda: plan_run(config, model, world_size, read_other_models(config, model)),
         lambda: read_tokenizer(config, model),
     )
 
@@ -180,6 +180,10 @@ def summary(files: Sequence[Path], inputs: Inputs, notices: Sequence[str] = ()) 
     plan, environment = inputs.plan, inputs.plan.config.rl_config.environment
     rewards = [
         *(inputs.scorer.names if inputs.scorer is not None else ()),
+        *(
+            f"{own.score_name} (the model in {own.load})"
+            for own in plan.config.reward_config.models_by_key.values()
+        ),
         *(f"environment {text}" for text in environment or ()),
     ]
     sections = {

@@ -20,18 +20,24 @@ from mindgrpo.backend.targets import check_device, check_hosts
 from mindgrpo.cli.arguments import naming
 from mindgrpo.config import Config, Loaded, load_config, require_run_keys
 from mindgrpo.config.command_line import EvaluationLine, parse_evaluation
-from mindgrpo.config.roles import GenerateParallelConfig
+from mindgrpo.config.roles import (
+    GenerateParallelConfig,
+    RewardModelConfig,
+    ScoreParallelConfig,
+)
 from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.errors import UserError, counted
-from mindgrpo.grpo.build import evaluation_modes, make_engine, runtime_settings
+from mindgrpo.grpo.build import evaluation_modes, fill_forward, make_engine, runtime_settings
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
 from mindgrpo.grpo.inputs import RolloutInputs, sampling_params
+from mindgrpo.grpo.reward_model import make_reward_models
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.forward_roles import ForwardRole, reward_model_roles
 from mindgrpo.plan.role_layouts import check_positions, generating_layout
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
@@ -48,7 +54,9 @@ from mindgrpo.run.named_sources import (
 from mindgrpo.run.preflight import (
     engine_notes,
     held_out_prompts,
+    read_classifier_texts,
     read_model,
+    read_reward_models,
     read_tokenizer,
     scorer_of,
     try_environment,
@@ -74,6 +82,7 @@ class EvaluationInputs(RolloutInputs):
     layout: Layout
     modes: list[Mode]
     num_prompts: int
+    reward_models: tuple[ForwardRole, ...] = ()
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)
@@ -123,6 +132,11 @@ def read_inputs(
         count = len(prompts[: config.rl_config.eval_samples])
         modes = evaluation_modes(config, sampling)
         layout = generating_layout(config, model, mesh)
+        shapes = read_reward_models(config)
+        roles = reward_model_roles(_on_ranks(config, mesh, world_size), shapes)
+        for role in roles:
+            check_tensors(role.load, role.layout.specs)
+        texts = read_classifier_texts(config, tokenizer, shapes)
         trial = try_environment(turns, prompts, ranks)
         unless_read.pop_all()
     form: CompletionForm = config.reward_config.completions or "text"
@@ -138,7 +152,26 @@ def read_inputs(
         turns=turns,
         trial=trial,
         form=form,
+        classifier_texts=texts,
+        reward_models=roles,
     )
+
+
+def _on_ranks(config: Config, mesh: GenerateParallelConfig, world_size: int) -> Config:
+    """Returns `config` with reward models laid out on these ranks, as the generator is, if their own layout is not."""
+    rewards = config.reward_config
+    shared = ScoreParallelConfig(
+        data_parallel=mesh.data_parallel, model_parallel=mesh.model_parallel
+    )
+
+    def fitted(own: RewardModelConfig) -> RewardModelConfig:
+        asked = config.parallel_of(own)
+        if asked.replicas * asked.replica_ranks == world_size:
+            return own
+        return own.model_copy(update={"parallel_config": shared})
+
+    models = {"model": fitted(rewards.model), "models": [fitted(own) for own in rewards.models]}
+    return config.model_copy(update={"reward_config": rewards.model_copy(update=models)})
 
 
 def load(argv: Sequence[str]) -> tuple[EvaluationLine, Loaded]:
@@ -200,13 +233,23 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     inputs = read_inputs(config, backend.world_size, ranks, scores=backend.rank == 0)
     console.line(f"  {config.actor_config.load}: generate {inputs.layout.mesh}")
     with console.phase("loading weights"):
-        engine = _engine(config, inputs, backend)
+        engine, residency = _engine(config, inputs, backend)
+        models = make_reward_models(config, inputs.reward_models, inputs.classifier_texts, backend)
+        for model, role in zip(models, inputs.reward_models, strict=True):
+            fill_forward(model.weights, role.load, config)
+            residency.add({model.role: [model.weights.pool]})
     on_first_rank(backend, inputs.check_rewards)
     conversations = make_conversations(config, inputs.tokenizer, inputs.turns, backend)
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.mesh, backend, conversations),
         RolloutScorer(
-            inputs.scorer, inputs.tokenizer, backend, environment_weight(config), inputs.form
+            inputs.scorer,
+            inputs.tokenizer,
+            backend,
+            environment_weight(config),
+            inputs.form,
+            models,
+            residency.activate,
         ),
         config.rl_config.seed,
     )
@@ -227,7 +270,9 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     return outcomes, inputs
 
 
-def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> RolloutEngine:
+def _engine(
+    config: Config, inputs: EvaluationInputs, backend: Backend
+) -> tuple[RolloutEngine, Residency]:
     """Makes the engine with its weights, and its cache on the device."""
     cache_config = inputs.cache_config(config)
     engine = make_engine(
@@ -239,7 +284,7 @@ def _engine(config: Config, inputs: EvaluationInputs, backend: Backend) -> Rollo
     residency.activate("rollout")
     engine.wake()
     engine.load(config.actor_config.load, VERSION)
-    return engine
+    return engine, residency
 
 
 def report(

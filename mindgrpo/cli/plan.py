@@ -20,6 +20,7 @@ from mindgrpo.models.parameters import num_active_parameters, num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
+from mindgrpo.plan.forward_roles import OtherModels
 from mindgrpo.plan.memory import HostPlan, phase_needs
 from mindgrpo.plan.micro_shapes import row_lines
 from mindgrpo.plan.run_plan import RunPlan, plan_run
@@ -27,7 +28,7 @@ from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.banner import algorithm_lines
 from mindgrpo.run.named_sources import MODELS, with_local_paths
-from mindgrpo.run.preflight import read_teacher
+from mindgrpo.run.preflight import read_reward_models, read_teacher
 from mindgrpo.weight_sync.plan import GIGA, Links, busiest_link
 
 _COUNTED = (
@@ -132,14 +133,14 @@ def print_plan(
 ) -> Verdict:
     loaded = loaded.on_ranks(ranks)
     model, where = shapes_of(loaded.config)
-    is_there = Path(loaded.config.reference_load, "config.json").is_file()
-    teacher = read_teacher(loaded.config, model) if is_there else None
-    plan = plan_run(loaded.config, model, ranks, teacher)
+    others, assumed = _others_of(loaded.config, model)
+    plan = plan_run(loaded.config, model, ranks, others)
     fit = verdict(loaded, plan)
     sections = {
         "model": [
             f"{model.model_type}, {_parameters(model)} ({where})",
             *plan.notices,
+            *assumed,
         ],
         "devices": [f"{plan.world_size}"],
         "layouts": plan.layout_lines(),
@@ -157,6 +158,24 @@ def print_plan(
         for number, line in enumerate(lines):
             print(f"{name if number == 0 else '':<11}{line}")
     return fit
+
+
+def _others_of(config: Config, model: DecoderConfig) -> tuple[OtherModels, list[str]]:
+    """Returns the shapes of models beside the policy, and notes on those whose folders are not here."""
+
+    def is_here(load: str | None) -> bool:
+        return Path(load or "", "config.json").is_file()
+
+    teacher = read_teacher(config, model) if is_here(config.reference_load) else None
+    keyed = config.reward_config.models_by_key
+    missing = [key for key, own in keyed.items() if not is_here(own.load)]
+    notes = [
+        f"{key}.load '{keyed[key].load}' is not here: planned with the policy's shapes"
+        for key in missing
+    ]
+    shapes = read_reward_models(config, [key for key in keyed if key not in missing])
+    shapes |= dict.fromkeys(missing, model.with_scalar_head())
+    return OtherModels(teacher, shapes), notes
 
 
 def _receivers(plan: RunPlan) -> list[str]:

@@ -7,7 +7,7 @@ or, with --model, from a model, and prints observations, rewards and the end.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from mindgrpo.data.sources import FOR_TRAINING, data_files, open_rows
 from mindgrpo.errors import UserError, counted
 from mindgrpo.monitor.console import number
 from mindgrpo.rewards.builtin.numerals import GOLD_MARK
-from mindgrpo.rewards.call import COMPLETIONS, COMPLETIONS_KEY, Columns
+from mindgrpo.rewards.call import COMPLETIONS, COMPLETIONS_KEY, Columns, RewardResult
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
@@ -94,6 +94,8 @@ def parser() -> Arguments:
     text = "a built-in name, module:function or file.py:function; once for each reward"
     tried = parser.add_mutually_exclusive_group()
     tried.add_argument("--reward", action="append", help=text)
+    text = "a sequence classifier's directory, or its name on a hub, as reward_config.model.load; several times"
+    parser.add_argument("--reward-model", action="append", metavar="DIR", help=text)
     text = "as rl_config.environment; several times as a list there"
     tried.add_argument("--environment", action="append", help=text)
     text = "a file or directory of rows, one a sample; an environment may have a seed instead"
@@ -128,11 +130,17 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise UserError(f"'{words[0]}' is no flag of mindgrpo score; see mindgrpo score --help.")
     config = load_config(flags.config or [], words).config
     rl, rewards = config.rl_config, config.reward_config
-    if not flags.reward and not flags.environment:
+    models: list[dict[str, Any]] = [{"load": own} for own in flags.reward_model or ()]
+    if not flags.reward and not models and not flags.environment:
         flags.reward, flags.environment = rewards.verifier_function, rl.environment
-    if not flags.reward and not flags.environment:
+        models = [own.model_dump(exclude_unset=True) for own in rewards.models_by_key.values()]
+    if flags.environment and flags.reward_model:
+        raise UserError("--environment and --reward-model are both given; try one of them.")
+    flags.reward_models = models
+    if not flags.reward and not models and not flags.environment:
         raise UserError(
-            "score needs something to try; give --reward NAME, --environment NAME, or --config with one of them."
+            "score needs something to try; give --reward NAME, --reward-model DIR, --environment NAME, or --config "
+            "with one of them."
         )
     own: dict[str, Any] = {
         "split": None,
@@ -164,16 +172,19 @@ def main(argv: Sequence[str]) -> None:
         talk(flags, limits)
         return
     if flags.data is None:
-        raise UserError("--reward needs rows to score; name a file or directory with --data.")
+        given = "--reward" if flags.reward else "--reward-model"
+        raise UserError(f"{given} needs rows to score; name a file or directory with --data.")
     with naming(FLAGS):
         rows = read_rows(flags.data, flags.limit, row_form(flags), flags.split)
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)
+    conversations = with_messages(trial, rows)
     if flags.completions == "messages":
-        trial = with_messages(trial, rows)
+        trial = conversations
     longest = flags.max_completion_length
     facts = {} if longest is None else {"max_completion_length": longest}
     with naming(FLAGS):
-        scorer = Scorer(flags.reward, limits=limits, facts=facts)
+        models = _results_of_models(flags.reward_models, conversations)
+        scorer = Scorer(flags.reward or [], limits=limits, facts=facts, may_be_empty=bool(models))
         try:
             scorer.dry_run(
                 trial.completions,
@@ -183,9 +194,21 @@ def main(argv: Sequence[str]) -> None:
                 trial.as_messages,
             )
             print(f"{counted(len(rows), 'row')} of {flags.data}{trial.note}\n")
-            show(trial, scorer)
+            show(trial, scorer, models)
         finally:
             scorer.close()
+
+
+def _results_of_models(
+    models: Sequence[Mapping[str, Any]], trial: ScoreTrial
+) -> dict[str, tuple[float, RewardResult]]:
+    if not models:
+        return {}
+    # Late, as functions need none of what it imports.
+    from mindgrpo.cli.score_models import results_of
+
+    asked, answered = trial.as_messages["prompts"], trial.as_messages[COMPLETIONS]
+    return results_of(models, asked, trial.completions, answered)
 
 
 def talk(flags: argparse.Namespace, limits: Limits) -> None:
@@ -288,20 +311,27 @@ def with_messages(trial: ScoreTrial, rows: Sequence[dict[str, Any]]) -> ScoreTri
     return replace(trial, as_messages={"prompts": prompts, COMPLETIONS: completions})
 
 
-def show(trial: ScoreTrial, scorer: Scorer) -> None:
-    shown = 0
+def show(
+    trial: ScoreTrial, scorer: Scorer, models: Mapping[str, tuple[float, RewardResult]]
+) -> None:
+    shown = scored_rows = 0
+    names = [*scorer.names, *models]
     reports: dict[str, Report] = {}
-    values: dict[str, list[float]] = {name: [] for name in scorer.names}
-    print_row("row", "answer", "completion ends with", scorer.names, scorer.names)
+    values: dict[str, list[float]] = {name: [] for name in names}
+    print_row("row", "answer", "completion ends with", names, names)
     for step in trial.steps():
         scores = scorer.score(step.completions, step.answers, step.columns, step.as_messages)
+        part = range(scored_rows, scored_rows + len(step.completions))
+        scored_rows = part.stop
+        for name, (weight, result) in models.items():
+            scores = scores.with_function(name, result.part(part), weight)
         for row in range(min(len(step.completions), ROWS_SHOWN - shown)):
             shown += 1
             cells = [
                 "failed" if row in scores.reports[name].failed else number(scored[row])
                 for name, scored in scores.per_function.items()
             ]
-            print_row(str(shown), step.answers[row], step.completions[row], cells, scorer.names)
+            print_row(str(shown), step.answers[row], step.completions[row], cells, names)
         for name, report in scores.reports.items():
             reports[name] = reports[name].plus(report) if name in reports else report
             values[name] += scores.per_function[name].tolist()

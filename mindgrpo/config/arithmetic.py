@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mindgrpo.config.rl import DEFAULT_PROMPTS
 from mindgrpo.config.roles import ParallelConfig
@@ -116,15 +117,22 @@ def laid_out(config: Config, world_size: int | None = None) -> Config:
             own.replicas * own.replica_ranks for own in (actor, generate) if own.data_parallel
         )
         world_size = next(counted, math.lcm(actor.replica_ranks, generate.replica_ranks))
-    changes = {}
-    for role in ("actor_config", "generate_config", "ref_config"):
-        section = getattr(config, role)
+
+    def filled(section: Any) -> Any:
         parallel: ParallelConfig | None = section.parallel_config
-        if parallel is not None and parallel.data_parallel is None:
-            replicas = max(1, world_size // parallel.replica_ranks)
-            filled = parallel.model_copy(update={"data_parallel": replicas})
-            changes[role] = section.model_copy(update={"parallel_config": filled})
-    return config.model_copy(update=changes) if changes else config
+        if parallel is None or parallel.data_parallel is not None:
+            return section
+        replicas = max(1, world_size // parallel.replica_ranks)
+        changed = parallel.model_copy(update={"data_parallel": replicas})
+        return section.model_copy(update={"parallel_config": changed})
+
+    roles = ("actor_config", "generate_config", "ref_config")
+    changes = {role: filled(getattr(config, role)) for role in roles}
+    rewards = config.reward_config
+    models = {"model": filled(rewards.model), "models": [filled(own) for own in rewards.models]}
+    changes["reward_config"] = rewards.model_copy(update=models)
+    laid = config.model_copy(update=changes)
+    return config if laid == config else laid
 
 
 def validate_world(config: Config, world_size: int, works: Works = lambda _: True) -> None:
@@ -133,19 +141,22 @@ def validate_world(config: Config, world_size: int, works: Works = lambda _: Tru
     Proposes layouts for which `works` is true: those that the model allows.
     """
     wrong = []
+    rewards = config.reward_config
+    beside = [("ref_config", config.ref_config.parallel_config)]
+    beside += [(key, own.parallel_config) for key, own in rewards.models_by_key.items()]
     for role, parallel, most in (
         ("actor_config", config.actor_config.parallel_config, _AXES),
         ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
-        ("ref_config", config.ref_config.parallel_config, _AXES),
+        *((role, parallel, _AXES) for role, parallel in beside),
     ):
         if parallel is None:
             continue
         axes = most if parallel.mesh.cp > 1 else most[:3]
         layout = (parallel.replicas, *(getattr(parallel, axis) for axis in axes[1:]))
-        size, is_reference = math.prod(layout), role == "ref_config"
-        # The reference may leave ranks idle.
-        if size > world_size or (size < world_size and not is_reference):
-            end = ", or ref_config.parallel_config to null for the actor's" if is_reference else ""
+        size, is_beside = math.prod(layout), role in dict(beside)
+        # Models beside the policy may leave ranks idle.
+        if size > world_size or (size < world_size and not is_beside):
+            end = f", or {role}.parallel_config to null for the actor's" if is_beside else ""
             wrong.append(f"{_wrong_layout(role, layout, world_size, works)}{end}.")
     if wrong:
         raise error_of(wrong)

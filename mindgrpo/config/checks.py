@@ -129,6 +129,25 @@ def data_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator[str]:
                 )
 
 
+def reward_model_contradictions(rewards: RewardConfig) -> Iterator[str]:
+    names: dict[str, str] = {}
+    for key, model in rewards.models_by_key.items():
+        name = model.score_name
+        if model.load is None:
+            yield f"{key} has no load, the folder of its model; set it, or leave the section out"
+        elif name in names:
+            yield (
+                f"{names[name]} and {key} both have scores named '{name}'; set {key}.name to another name"
+            )
+        names[name] = key
+        parallel = model.parallel_config
+        if parallel is not None and parallel.num_chunks > 1 and parallel.pipeline_stage == 1:
+            yield (
+                f"{key}.parallel_config.pp_interleave_num {parallel.num_chunks} deals chunks of layers to pipeline "
+                f"stages, but {key}.parallel_config.pipeline_stage is 1; leave pp_interleave_num at 1"
+            )
+
+
 def evaluation_contradictions(rl: RLConfig) -> Iterator[str]:
     if rl.eval_steps and rl.eval_dataset_file is None and not rl.uses_seeds:
         yield (

@@ -53,6 +53,19 @@ def _memory(_: Any, others: Others) -> Meaning:
     )
 
 
+@VERL_RULES.of("reward_model.micro_batch_size", "reward_model.micro_batch_size_per_gpu")
+def _scored_at_once(_: Any, __: Others) -> Meaning:
+    return Ignored(
+        "the samples that are scored at once, which changes no result: reward_config.model.batch_size counts packed "
+        "rows"
+    )
+
+
+@VERL_RULES.of("reward_model.enable")
+def _reward_model(value: Any, _: Others) -> Meaning:
+    return AS_HERE if value else Ignored("no reward model, as without reward_config.model.load")
+
+
 @VERL_RULES.of(f"{ACTOR}.use_dynamic_bsz", "actor_rollout_ref.model.use_remove_padding")
 def _dynamic(_: Any, __: Others) -> Meaning:
     return Ignored("rows are packed up to rl_config.seq_length tokens")

@@ -24,7 +24,7 @@ from mindgrpo.config.schema import LIVE, Config, values_by_key
 from mindgrpo.config.supervised import supervised
 from mindgrpo.config.yaml_file import Sourced, flatten, parse_yaml, read_files
 from mindgrpo.errors import UserError, error_of
-from mindgrpo.settings.section import BOUNDS, Section, either, kinds
+from mindgrpo.settings.section import BOUNDS, Section, either, kinds, plain
 from mindgrpo.strict_files import at_home, no_path
 
 # What a run cannot start without; `plan` and its like can.
@@ -36,6 +36,8 @@ RUN_KEYS: dict[str, str] = {
 IN_CODE = "given in code"
 _IS_PATH = re.compile(r"(load|dir|file|path|save|model_config|resume_training|chat_template)$")
 _PLACEHOLDER = "/path/"
+# Sections of which there may be several, and the key of these.
+OF_LISTS = {"reward_config.model": "reward_config.models"}
 # One that separates words, not arguments in brackets.
 _COMMA = re.compile(r",(?![^(\[{]*[)\]}])")
 
@@ -130,6 +132,8 @@ def _loaded(entries: dict[str, Sourced], is_supervised: bool = False) -> Loaded:
     live: dict[str, Sourced] = {}
     refused: dict[str, str] = {}
     for key, entry in entries.items():
+        if isinstance(entry.value, list):
+            key = OF_LISTS.get(key, key)
         try:
             live |= {key: entry} if _is_live(key, entry, notices) else {}
         except UserError as error:
@@ -163,7 +167,7 @@ def missing_keys(
             continue
         # A teacher trains without rewards, but to evaluate is to score.
         is_judged = loaded.config.may_lack_functions and needed is RUN_KEYS
-        elsewhere = rewards_in_code or is_judged or loaded.config.rl_config.environment is not None
+        elsewhere = rewards_in_code or is_judged or loaded.config.scores_without_functions
         is_made = elsewhere and key.startswith("reward_config.")
         of_rows = ("rl_config.dataset_file", "rl_config.eval_dataset_file")
         is_made |= key in of_rows and loaded.config.rl_config.uses_seeds
@@ -275,7 +279,7 @@ def _resolved_lines(section: Section, prefix: str, origins: Mapping[str, str]) -
             yield f"{indent}{leaf}:"
             yield from _resolved_lines(value, f"{prefix}{leaf}.", origins)
         else:
-            yield f"{indent}{leaf}: {as_yaml(value)}  # {origins.get(prefix + leaf, 'default')}"
+            yield f"{indent}{leaf}: {as_yaml(plain(value))}  # {origins.get(prefix + leaf, 'default')}"
 
 
 def as_yaml(value: object) -> str:

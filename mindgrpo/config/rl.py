@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from mindgrpo.algorithm.estimators import AlgorithmConfig
+from mindgrpo.config.roles import RewardModelConfig
 from mindgrpo.settings.section import (
     AFTER_SIZE,
     BEFORE_LIST,
@@ -300,7 +301,8 @@ class RLConfig(AlgorithmConfig, TrainingKeys, ConversationKeys, PartialRolloutKe
 class RewardConfig(Section):
     verifier_function: Annotated[list[str], NULL_IS_EMPTY] = []
     """reward functions: names of built-in functions, module:function or file.py:function, each
-    optionally with (argument=value); may be empty with rl_config.environment or rl_config.distillation_coef"""
+    optionally with (argument=value); may be empty with a reward model, rl_config.environment or
+    rl_config.distillation_coef"""
     verifier_weight: list[float] | None = None
     """weight of each function; null: 1.0 for each"""
     environment_weight: float = 1.0
@@ -320,3 +322,12 @@ class RewardConfig(Section):
     """limit of the memory in use by each worker process"""
     workers: int = Field(1, ge=1)
     """number of worker processes per function; each scores a part of the samples of a step"""
+    model: RewardModelConfig = RewardModelConfig()
+    models: list[RewardModelConfig] = []
+    """further reward models, each with the keys of reward_config.model; a list there is the same as one here"""
+
+    @property
+    def models_by_key(self) -> dict[str, RewardModelConfig]:
+        """Returns the reward models by the key of their section."""
+        first = {"reward_config.model": self.model} if self.model.load else {}
+        return first | {f"reward_config.models[{i}]": own for i, own in enumerate(self.models)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from os.path import basename, normpath
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -233,6 +234,32 @@ class RefConfig(Section):
     """weight of the policy when it is mixed into the reference model; 1: replace the reference model by a copy"""
     parallel_config: ScoreParallelConfig | None = None
     """layout of the reference model; null: that of the actor"""
+
+
+class RewardModelConfig(Section):
+    load: OptionalText = None
+    """Hugging Face directory of a sequence classifier with one label, or its name on a hub: it scores each completion,
+    as the last turn of its conversation, at the last token; null: no reward model"""
+    name: OptionalText = None
+    """name of its scores in metrics and completions; null: the name of its folder"""
+    weight: float = 1.0
+    """weight of its scores in the reward"""
+    scale: Literal["none", "sigmoid", "batch"] = "none"
+    """what becomes of a score: none: nothing; sigmoid: between 0 and 1; batch: minus the mean of a step's scores, and
+    divided by their standard deviation"""
+    max_length: int | None = Field(None, ge=1)
+    """maximum length of a conversation in its tokens; a longer one is a failed score; null: rl_config.seq_length, or
+    the model's positions if these are fewer"""
+    batch_size: int = Field(4, ge=1)
+    """number of packed rows per forward pass on each data-parallel rank"""
+    chat_template: OptionalText = None
+    """its chat template, like rl_config.chat_template; null: that of its own tokenizer"""
+    parallel_config: ScoreParallelConfig | None = None
+    """layout of the reward model; null: that of the actor"""
+
+    @property
+    def score_name(self) -> str:
+        return self.name or basename(normpath(self.load or ""))
 
 
 class SamplingConfig(Section):

@@ -14,8 +14,14 @@ from mindgrpo.config.algorithm_checks import algorithm_contradictions
 from mindgrpo.config.context import Context
 from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerConfig
 from mindgrpo.config.rl import RewardConfig, RLConfig
-from mindgrpo.config.roles import ActorConfig, GenerateConfig, ParallelConfig, RefConfig
-from mindgrpo.settings.section import Key, OptionalText, Section, keys_of
+from mindgrpo.config.roles import (
+    ActorConfig,
+    GenerateConfig,
+    ParallelConfig,
+    RefConfig,
+    RewardModelConfig,
+)
+from mindgrpo.settings.section import Key, OptionalText, Section, keys_of, plain
 
 
 class Config(Section):
@@ -46,6 +52,7 @@ class Config(Section):
         yield from checks.batch_contradictions(rl)
         yield from checks.length_contradictions(rl, generate)
         yield from checks.data_contradictions(rl, self.reward_config)
+        yield from checks.reward_model_contradictions(self.reward_config)
         yield from checks.evaluation_contradictions(rl)
         yield from checks.per_token_contradictions(rl, self.monitor_config)
         yield from checks.profiler_contradictions(self.profiler_config)
@@ -76,12 +83,20 @@ class Config(Section):
 
     @property
     def may_lack_functions(self) -> bool:
-        """Returns whether samples are judged without a reward function: by their environment, or by a teacher."""
-        return self.rl_config.environment is not None or self.rl_config.distillation_coef > 0
+        """Returns whether samples are judged without a reward function: by a model, their environment or a teacher."""
+        return self.scores_without_functions or self.rl_config.distillation_coef > 0
+
+    @property
+    def scores_without_functions(self) -> bool:
+        return self.rl_config.environment is not None or bool(self.reward_config.models_by_key)
 
     @property
     def reference_parallel(self) -> ParallelConfig:
         return self.ref_config.parallel_config or self.actor_config.parallel_config
+
+    def parallel_of(self, model: RewardModelConfig) -> ParallelConfig:
+        """Returns the layout of a reward model."""
+        return model.parallel_config or self.actor_config.parallel_config
 
     @property
     def verifier_weights(self) -> list[float]:
@@ -99,5 +114,5 @@ def values_by_key(config: Config) -> dict[str, object]:
         value: object = config
         for name in known.path:
             value = getattr(value, name, None)
-        values[key] = value
+        values[key] = plain(value)
     return values

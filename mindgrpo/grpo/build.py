@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.backend.connect import RuntimeSettings
@@ -12,6 +13,7 @@ from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
+from mindgrpo.grpo.reward_model import make_reward_models
 from mindgrpo.grpo.roles import Reference, Roles, TrainedRoles
 from mindgrpo.memory.residency import Residency
 from mindgrpo.models.decoder import Recompute
@@ -30,8 +32,9 @@ from mindgrpo.monitor.host_memory import host_memory
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.invariance import is_batch_invariant
 from mindgrpo.plan.memory import check_engine, phase_needs
-from mindgrpo.plan.micro_shapes import reference_shape, update_shape
+from mindgrpo.plan.micro_shapes import update_shape
 from mindgrpo.plan.run_plan import RunPlan, generator_bytes
+from mindgrpo.rewards.classifier_texts import ClassifierTexts
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
@@ -75,10 +78,12 @@ def make_roles(
     sampling: SamplingParams,
     random_weights: bool = False,
     restored: Collection[str] = (),
+    texts: Mapping[str, ClassifierTexts] = MappingProxyType({}),
 ) -> Roles:
-    """Builds policy, engine and reference, and loads their initial weights. Collective. Raises UserError.
+    """Builds policy, engine, reference and reward models, and loads their weights. Collective. Raises UserError.
 
-    Roles in `restored` ("policy", "reference") are not loaded, because a checkpoint will fill them.
+    `texts` are those of reward models by the key of their section. Roles in `restored` ("policy", "reference") are not
+    loaded, because a checkpoint will fill them.
     """
     plan, residency = _residency(plan, backend)
     policy = make_policy(plan, backend, sampling)
@@ -88,6 +93,9 @@ def make_roles(
     if reference is not None and "reference" not in restored:
         base = None if "policy" in restored else policy.weights
         _fill_reference(reference.weights, plan, backend, base, random_weights)
+    reward_models = make_reward_models(plan.config, plan.reward_models, texts, backend)
+    for model, role in zip(reward_models, plan.reward_models, strict=True):
+        fill_forward(model.weights, role.load, plan.config, random_weights)
     added = (
         {spec.name for spec in policy.adapters.weights.layout.specs} if policy.adapters else set()
     )
@@ -96,7 +104,7 @@ def make_roles(
     check = WeightCheck(backend, plan.config.rl_config.checksum_interval, adapted)
     ref = plan.config.ref_config
     mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
-    return Roles(plan, backend, policy, engine, reference, check, residency, mixup)
+    return Roles(plan, backend, policy, engine, reference, check, residency, mixup, reward_models)
 
 
 def make_trained_roles(
@@ -207,19 +215,18 @@ def _set_invariant(backend: Backend, is_planned: bool) -> None:
 
 def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Reference | None:
     """Builds the reference model, without loading weights; None if the run needs none."""
-    if plan.reference is None:
+    role = plan.reference
+    if role is None:
         return None
-    weights = Weights(
-        plan.reference, backend.rank, backend, "reference", dtype=backend.compute_dtype
-    )
+    weights = Weights(role.layout, backend.rank, backend, role.name, dtype=backend.compute_dtype)
     pipeline = None
-    if plan.reference.mesh.holds(backend.rank):
+    if role.layout.mesh.holds(backend.rank):
         pipeline = ForwardPipeline(
-            Shard(plan.of_reference.model, weights, backend),
+            Shard(role.model, weights, backend),
             backend,
-            "reference",
-            reference_shape(plan.config, backend.kernels.ragged),
-            plan.config.rl_config.seq_length,
+            role.name,
+            role.widest(backend.kernels.ragged),
+            role.longest,
             sampling.trainer_temperature,
         )
     return Reference(weights, pipeline)
@@ -245,7 +252,15 @@ def _fill_reference(
         weights.pool.load()
         between = plan_reshard(base.layout, weights.layout, weights.pool.itemsize)
         Resharder(between, base, weights, backend).run()
-    elif random_weights:
+    else:
+        fill_forward(weights, directory, config, random_weights)
+
+
+def fill_forward(
+    weights: Weights, directory: str, config: Config, random_weights: bool = False
+) -> None:
+    """Loads the weights of a model beside the policy, or draws them."""
+    if random_weights:
         fill_random(weights, config.rl_config.seed)
     elif weights.boxes:
         load_weights(weights, directory)

@@ -148,7 +148,9 @@ class Evaluator:
 
         `check` is called between generating and scoring, and may raise to end the evaluation.
         """
-        compilations, outcomes = self.replicas.backend.compile_log.entries, []
+        compilations = self.replicas.backend.compile_log.entries
+        drawn: list[tuple[Mode, Rollout, float]] = []
+        # All modes are drawn first: reward models take the device from the engine.
         for mode in modes:
             num_compiled, started = len(compilations), time.perf_counter()
             rollout = self.replicas.generate(
@@ -159,8 +161,10 @@ class Evaluator:
                 version,
             )
             compiling = sum(spent for _, spent in compilations[num_compiled:])
-            seconds = time.perf_counter() - started - compiling
+            drawn.append((mode, rollout, time.perf_counter() - started - compiling))
             check()
+        outcomes = []
+        for mode, rollout, seconds in drawn:
             owners = [prompts[group] for group in rollout.group_ids]
             scored = self.scorer.score(rollout, owners)
             outcomes.append(Outcome(mode, owners, rollout, scored, seconds))

@@ -5,15 +5,20 @@ run/preflight.py builds them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
 from mindgrpo.grpo.scoring import CompletionForm, message_columns, reward_columns
 from mindgrpo.plan.run_plan import RunPlan
+from mindgrpo.rewards.classifier_texts import ClassifierTexts, Completed
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.environment import Trial
 from mindgrpo.rollout.turns import Turns
@@ -25,6 +30,7 @@ class RolloutInputs:
 
     `held_out` is None without an evaluation data set. `turns` are the tools or environments of conversations, `trial`
     a first conversation with the environment, and `form` the format of completions for users' reward functions.
+    `classifier_texts` are those of reward models by the key of their section.
     """
 
     tokenizer: Tokenizer
@@ -34,6 +40,7 @@ class RolloutInputs:
     turns: Turns | None = None
     trial: Trial | None = None
     form: CompletionForm = "text"
+    classifier_texts: Mapping[str, ClassifierTexts] = field(default_factory=dict)
 
     @property
     def sets(self) -> list[PromptSet]:
@@ -57,6 +64,15 @@ class RolloutInputs:
         openings = [() if trial is None else trial.opening] * len(two)
         messages = message_columns(self.form, two, begun, answers, conversations, openings)
         self.scorer.dry_run(answers, answers, columns, unanswered, messages)
+        for key, texts in self.classifier_texts.items():
+            for i, prompt in enumerate(two):
+                turns = conversations[i] or ({"role": "assistant", "content": answers[i]},)
+                own = openings[i] or prompt.messages
+                written = np.array(ids[i], np.int32)
+                try:
+                    texts.ids(Completed(own, begun[i], prompt.ids, answers[i], written, turns))
+                except UserError as error:
+                    raise UserError(f"{key}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,14 @@ Moves each phase's roles onto the device, and keeps the weights of engine and re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.backend.contract import Backend
-from mindgrpo.memory.residency import PHASES, Residency
+from mindgrpo.grpo.reward_model import RewardModel
+from mindgrpo.memory.residency import REFERENCE, Residency, needed_in
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.engine import RolloutEngine
@@ -60,7 +61,7 @@ class TrainedRoles:
 
 
 class Roles(TrainedRoles):
-    """The roles of GRPO; `reference` is None if the loss needs none.
+    """The roles of GRPO; `reference` is None if the loss needs none, and `reward_models` are weighed in rewards.
 
     `reference_mixup` is the policy's weight in `sync_reference`, None to keep the reference fixed. `traffic` is that of
     the last weight transfer to the engine.
@@ -76,9 +77,11 @@ class Roles(TrainedRoles):
         weight_check: WeightCheck,
         residency: Residency,
         reference_mixup: float | None = None,
+        reward_models: Sequence[RewardModel] = (),
     ) -> None:
         super().__init__(plan, backend, policy, residency)
         self.engine, self.reference, self.weight_check = engine, reference, weight_check
+        self.reward_models = reward_models
         self._to_engine = engine.transfer_from(policy.weights, policy.adapters, plan.reshard)
         # Transfers the policy's weights to the reference, or to a copy that is then mixed into it.
         self._mixup = reference_mixup
@@ -96,15 +99,18 @@ class Roles(TrainedRoles):
     @property
     def shape_choices(self) -> Mapping[str, ShapeChoice]:
         """Returns the chooser of micro-batch shapes of each phase."""
-        if self.reference is None or self.reference.pipeline is None:
-            return super().shape_choices
-        return {**super().shape_choices, "reference": self.reference.pipeline.shapes}
+        beside = {model.role: model.pipeline for model in self.reward_models}
+        if self.reference is not None:
+            beside[REFERENCE] = self.reference.pipeline
+        own = {name: pipeline.shapes for name, pipeline in beside.items() if pipeline is not None}
+        return {**super().shape_choices, **own}
 
     def _register_copies(self) -> None:
         residency = self.residency
         residency.add(self.engine.pools)
         if self.reference is not None:
-            residency.add({"reference": [self.reference.weights.pool]})
+            residency.add({REFERENCE: [self.reference.weights.pool]})
+        residency.add({model.role: [model.weights.pool] for model in self.reward_models})
         copies = {"adapters_copy": list(self._to_engine.copies)}
         if self._to_engine.host_copies:
             residency.register_host("engine_bucket", self._to_engine.host_copies)
@@ -115,7 +121,7 @@ class Roles(TrainedRoles):
         residency.check_budget()
 
     def enter(self, phase: str) -> None:
-        needs_engine = "generator" in PHASES[phase]
+        needs_engine = "generator" in needed_in(phase)
         if not needs_engine:
             self.engine.sleep()
         super().enter(phase)

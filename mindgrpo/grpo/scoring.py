@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,9 @@ from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.grpo.reward_model import RewardModel
 from mindgrpo.rewards.call import COMPLETIONS, Columns
+from mindgrpo.rewards.classifier_texts import Completed
 from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rewards.scores import Scores
@@ -143,7 +146,7 @@ class RolloutScorer:
     """Scores rollouts; `rewards` and their worker processes exist on rank 0 only, None on other ranks.
 
     `environment_weight` is the weight of environments' rewards, None without environments; `form` is the format of
-    completions for users' functions.
+    completions for users' functions. `enter` brings the role of one of the reward `models` to the device.
     """
 
     rewards: Scorer | None
@@ -151,6 +154,8 @@ class RolloutScorer:
     backend: Backend
     environment_weight: float | None = None
     form: CompletionForm = "text"
+    models: Sequence[RewardModel] = ()
+    enter: Callable[[str], None] = lambda role: None
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
         """Scores all samples; `prompts` has one entry per sample. Collective, with the same result on every rank.
@@ -174,6 +179,10 @@ class RolloutScorer:
             score_here,
             "the rewards could not be computed on rank 0: ",
         )
+        completed = partial(self._completed, rollout, prompts, opened_with, texts)
+        for model in self.models:
+            result = model.score(self.backend, self.enter, completed)
+            shared = shared.with_function(model.name, result, model.weight)
         weight = self.environment_weight
         if weight is None:
             return Scored(shared.filled(rollout.group_ids), texts)
@@ -181,6 +190,25 @@ class RolloutScorer:
         scores = shared.with_function(NAME, rewards_in(conversations), weight)
         of_turns = turn_rewards(conversations, weight, shared.total, scores.failed)
         return Scored(scores.filled(rollout.group_ids), texts, of_turns, opened_with)
+
+    def _completed(
+        self,
+        rollout: Rollout,
+        prompts: Sequence[Prompt],
+        opened_with: Mapping[int, str],
+        texts: Sequence[str],
+    ) -> list[Completed]:
+        return [
+            Completed(
+                messages=rollout.openings[i] or prompt.messages,
+                text=opened_with.get(i) or prompt.text,
+                prompt_ids=rollout.prompt_ids[i],
+                completion=texts[i],
+                completion_ids=rollout.completion_ids[i],
+                turns=rollout.messages[i] or ({"role": "assistant", "content": texts[i]},),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
 
     def _opened_with(self, rollout: Rollout, prompts: Sequence[Prompt]) -> dict[int, str]:
         if self.environment_weight is None:

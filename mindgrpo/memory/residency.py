@@ -22,20 +22,33 @@ from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.errors import UserError
 
-# The roles that each phase needs on the device; roles that a run does not have are left out of its table.
+REFERENCE = "reference"
+# The roles that each phase needs on the device; roles that a run does not have are left out of its table. The phase of
+# a reward model has the name of its role, and needs it alone.
 # adapters_copy are adapters in the generator's layout, before they are merged into its weights; reference_copy is the
 # policy in the reference's layout, before the two are mixed. master_weights exist if the policy's weights are 16-bit.
 PHASES: Mapping[str, tuple[str, ...]] = {
     "reshard": ("policy", "generator", "adapters_copy"),
     "rollout": ("generator", "kv_cache"),
-    "reference": ("reference",),
+    REFERENCE: (REFERENCE,),
     "old_logps": ("policy",),
     "update": ("policy", "gradients", "optimizer", "master_weights"),
     "sync_reference": ("policy", "reference", "reference_copy"),
 }
+_REWARD_MODEL = "reward_model "
 # Roles that are released after their phase and rebuilt; all others are offloaded to the host.
 REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
 MIB = 2**20
+
+
+def reward_model_role(name: str) -> str:
+    """Returns the role, and the phase, of the reward model `name`."""
+    return _REWARD_MODEL + name
+
+
+def needed_in(phase: str) -> tuple[str, ...]:
+    """Returns the roles that a phase needs on the device."""
+    return PHASES.get(phase, (phase,))
 
 
 @dataclass(frozen=True)
@@ -56,9 +69,11 @@ class PhaseMemory:
 
 def by_phase(by_role: Mapping[str, int]) -> list[PhaseMemory]:
     """Returns the memory of each phase, for a run whose roles take `by_role` bytes."""
+    reward_models = [role for role in by_role if role.startswith(_REWARD_MODEL)]
+    first, second, *others = PHASES
     return [
-        PhaseMemory(phase, {role: by_role[role] for role in roles if role in by_role})
-        for phase, roles in PHASES.items()
+        PhaseMemory(phase, {role: by_role[role] for role in needed_in(phase) if role in by_role})
+        for phase in (first, second, *reward_models, *others)
     ]
 
 
@@ -209,7 +224,7 @@ class Residency:
         check_budget([row for row in self.table() if row.phase == phase], self._budget)
         self._measure()
         self.phase = phase
-        needed = PHASES[phase]
+        needed = needed_in(phase)
         moving = [role for role in self.roles.values() if not role.host_only]
         started = time.perf_counter()
         for role in moving:
@@ -248,7 +263,7 @@ class Residency:
         """Returns whether all roles on the device may stay there, together with those of the phase."""
         if not self._keeps:
             return False
-        needed = PHASES[self.phase]
+        needed = needed_in(self.phase)
         roles = [role for role in self.roles.values() if not role.host_only]
         wanted = sum(
             role.num_bytes

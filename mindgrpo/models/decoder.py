@@ -24,6 +24,7 @@ from mindgrpo.models.moe import MixtureOfExperts, SharedExpert
 from mindgrpo.models.parallel_cells import Same, UnsharedRows
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
+from mindgrpo.weights.pretrained import SCORE
 
 
 class StageInputs(NamedTuple):
@@ -438,26 +439,16 @@ class Head(nn.Cell):
         return logits
 
 
-class LogProbStage(nn.Cell):
-    """The last stage with its head: (x, *inputs of Stage, *HeadInputs) -> (log-probs float32 [M], entropies float32
-    [M]) of the labels, followed by the stage's choices and margins if it `chooses`."""
+class HeadStage(nn.Cell):
+    """The last stage with a head: (x, *inputs of Stage, *HeadInputs) -> two float32 [M], followed by the stage's
+    choices and margins if it `chooses`."""
 
-    def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
+    def __init__(self, stage: Stage, shard: Shard) -> None:
         super().__init__()
         self.stage, self.of_stage = stage, stage.num_inputs
         self.all_tokens = shard.all_tokens()
         self.pick = shard.kernels.pick()
         self.norm = Norm(shard, "model.norm.weight")
-        self.copy = shard.copy_to_group()
-        self.table = shard.head_table
-        self.exact, self.widens = shard.exact_head(), shard.widens_head
-        self.logprobs = TokenLogProbs(
-            shard.kernels,
-            shard.vocabulary(temperature),
-            shard.group,
-            chunk_bytes,
-            is_trained=shard.trains_weights,
-        )
 
     def construct(self, x: Any, *inputs: Any) -> Any:
         return self.compute(x, inputs)
@@ -470,9 +461,47 @@ class LogProbStage(nn.Cell):
         return (*self.head(made[0], inputs[self.of_stage :]), *made[1:])
 
     def head(self, x: Any, inputs: Any) -> Any:
-        """Computes the head: (x_NH, HeadInputs as one tuple) -> (log-probs float32 [M], entropies float32 [M])."""
+        """Computes the head: (x_NH, HeadInputs as one tuple) -> two float32 [M]."""
+        raise NotImplementedError
+
+    def picked(self, x: Any, picks: Any) -> Any:
+        """Returns the normed hidden states of the predicting positions, [M, H]."""
+        return self.norm(self.pick(picks, self.all_tokens(x)))
+
+
+class ValueStage(HeadStage):
+    """A HeadStage -> (values float32 [M] of the predicting positions, zeros float32 [M]): the scalar head."""
+
+    def __init__(self, stage: Stage, shard: Shard) -> None:
+        super().__init__(stage, shard)
+        self.score = shard[SCORE]
+        self.matmul = shard.kernels.float32_matmul()
+
+    def head(self, x: Any, inputs: Any) -> Any:
+        picked = ops.cast(self.picked(x, inputs[0]), ms.float32)
+        values = self.matmul(picked, ops.cast(self.score, ms.float32)).reshape(-1)
+        return values, ops.zeros_like(values)
+
+
+class LogProbStage(HeadStage):
+    """A HeadStage -> (log-probs float32 [M], entropies float32 [M]) of the labels."""
+
+    def __init__(self, stage: Stage, shard: Shard, temperature: float, chunk_bytes: int) -> None:
+        super().__init__(stage, shard)
+        self.copy = shard.copy_to_group()
+        self.table = shard.head_table
+        self.exact, self.widens = shard.exact_head(), shard.widens_head
+        self.logprobs = TokenLogProbs(
+            shard.kernels,
+            shard.vocabulary(temperature),
+            shard.group,
+            chunk_bytes,
+            is_trained=shard.trains_weights,
+        )
+
+    def head(self, x: Any, inputs: Any) -> Any:
         picks, labels = inputs
-        picked = self.copy(self.norm(self.pick(picks, self.all_tokens(x))))
+        picked = self.copy(self.picked(x, picks))
         if self.widens:
             picked = ops.cast(picked, ms.float32)
         return self.logprobs(picked, self.exact(self.table), labels)

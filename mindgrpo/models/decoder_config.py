@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mindgrpo.backend.kernels.shapes import Activation
 from mindgrpo.errors import UserError
@@ -38,6 +38,11 @@ ROPE_NAMES = ("rope_type", "type", "rope_theta")
 # The only supported variant of group-limited routing.
 GROUPED_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 FULL, LOCAL = "full_attention", "sliding_attention"
+# A language model's head, or a sequence classifier's with one label: a value for each position.
+Head = Literal["vocabulary", "scalar"]
+CLASSIFIER = "ForSequenceClassification"
+# Scores each step of a completion, by a head of several layers and two labels.
+PROCESS_REWARD = "ForProcessRewardModel"
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,8 @@ class DecoderConfig:
     """Dimensions and options of a decoder; `raw` is the config.json that they came from, for writing it back.
 
     Attention scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i. `sliding_window` is None in
-    models without local layers, `moe` in dense models, and `latent` without latent attention.
+    models without local layers, `moe` in dense models, and `latent` without latent attention. With a scalar `head`,
+    positions have one value each instead of logits.
     """
 
     model_type: str
@@ -134,7 +140,17 @@ class DecoderConfig:
     sliding_window: int | None
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
+    head: Head = "vocabulary"
     raw: Mapping[str, Any]
+
+    @property
+    def has_table_in_head(self) -> bool:
+        """Returns whether the head multiplies by the embedding table."""
+        return self.tie_word_embeddings and self.head == "vocabulary"
+
+    def with_scalar_head(self) -> DecoderConfig:
+        """Returns a copy whose head is a row of its own, score.weight [1, H], in place of the vocabulary's."""
+        return replace(self, head="scalar")
 
     def balanced(self, coef: float) -> DecoderConfig:
         """Returns a copy whose load-balancing loss has coefficient `coef`; a dense model returns itself."""
@@ -254,8 +270,31 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
         moe=moe if any(with_experts) else None,
         latent=latent,
+        head=_head(raw, where),
         raw=dict(fields),
     )
+
+
+def _head(raw: Mapping[str, Any], where: str) -> Head:
+    """Reads the kind of head from the architecture. Raises UserError for classifiers with several labels."""
+    named = raw.get("architectures")
+    architecture = str(named[0]) if isinstance(named, list) and named else ""
+    if architecture.endswith(PROCESS_REWARD):
+        raise UserError(
+            f"{where}: {architecture} scores each step of a completion, with a head of several layers, which is not "
+            f"computed here; use a model of an architecture *{CLASSIFIER} with one label."
+        )
+    if not architecture.endswith(CLASSIFIER):
+        return "vocabulary"
+    labels = raw.get("id2label")
+    # As in transformers, where a configuration without labels has two.
+    count = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)
+    if count != 1:
+        raise UserError(
+            f"{where}: {architecture} has {count} labels (id2label, num_labels), but only a head with one label is a "
+            "score; use a classifier that was trained with num_labels=1."
+        )
+    return "scalar"
 
 
 def _family(raw: Mapping[str, Any], where: str) -> Family:

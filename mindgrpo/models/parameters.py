@@ -9,6 +9,7 @@ from mindgrpo.models.decoder_config import DecoderConfig, LatentConfig, MoeConfi
 from mindgrpo.parallel.mesh import DENSE_DATA, EXPERT_DATA
 from mindgrpo.parallel.sharding import ParameterSpec, Split
 from mindgrpo.weights.expert_files import ADDENDS, BIAS
+from mindgrpo.weights.pretrained import SCORE
 
 # The axes to sum gradients over if each tp rank computes only a partial gradient.
 PARTIAL = DENSE_DATA | {"tp"}
@@ -22,19 +23,22 @@ def parameter_specs(
     With `splits_tokens` (sequence parallelism), activations between tensor-parallel GEMMs are sharded over tokens, so
     the gradients of parameters used there, such as norms, are summed over tp too.
     """
-    tied = config.tie_word_embeddings
     # Stored [vocabulary, hidden], since rows are gathered by token id.
     table: dict[str, Any] = {
         "shape": (config.vocab_size, config.hidden_size),
         "splits": (Split("tp", 0),),
         "decay": True,
     }
-    first: Any = "first_and_last" if tied else "first"
+    first: Any = "first_and_last" if config.has_table_in_head else "first"
     specs = [ParameterSpec("model.embed_tokens.weight", position=first, **table)]
     for layer in range(config.num_hidden_layers):
         specs += _layer_specs(config, layer, PARTIAL if splits_tokens else DENSE_DATA)
     specs.append(_whole("model.norm.weight", config.hidden_size, "last"))
-    if not tied:
+    if config.head == "scalar":
+        # Each rank of a model group has all of it, and computes the same with it.
+        shape = 1, config.hidden_size
+        specs.append(ParameterSpec(SCORE, shape, position="last", decay=True, transposed=True))
+    elif not config.tie_word_embeddings:
         specs.append(ParameterSpec("lm_head.weight", position="last", **table))
     return tuple(specs)
 

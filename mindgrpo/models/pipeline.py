@@ -22,11 +22,13 @@ from mindgrpo.backend.contract import Backend, Group, Link
 from mindgrpo.models.decoder import (
     KEEP_ALL,
     HeadInputs,
+    HeadStage,
     LogProbStage,
     Recompute,
     Stage,
     StageForward,
     StageInputs,
+    ValueStage,
     tensors_of,
 )
 from mindgrpo.models.expert_plan import ExpertInputs
@@ -34,7 +36,8 @@ from mindgrpo.models.expert_routes import Choices, StageExperts, StepExperts
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
-# (log-probs, entropies), float32 [M] each, of a micro-batch's picks; or float32 [completion length] of a sample.
+# (log-probs, entropies), float32 [M] each, of a micro-batch's picks; or float32 [completion length] of a sample. With a
+# scalar head (values, zeros).
 Predictions = tuple[np.ndarray, np.ndarray]
 
 
@@ -69,8 +72,12 @@ class StageChunk:
         is_compiled = get_context("mode") == GRAPH_MODE
         chunk_bytes = LOGITS_BYTES if is_compiled else sys.maxsize
 
-        def with_head(stage: Stage) -> LogProbStage | None:
-            return LogProbStage(stage, shard, temperature, chunk_bytes) if shard.is_last else None
+        def with_head(stage: Stage) -> HeadStage | None:
+            if not shard.is_last:
+                return None
+            if shard.config.head == "scalar":
+                return ValueStage(stage, shard)
+            return LogProbStage(stage, shard, temperature, chunk_bytes)
 
         self.stage = Stage(shard, num_positions, again, is_causal)
         self.net = with_head(self.stage)

@@ -62,6 +62,11 @@ def local_vocabulary(config: DecoderConfig, tp_size: int) -> int:
     return -(-config.vocab_size // tp_size)
 
 
+def head_width(config: DecoderConfig, tp_size: int) -> int:
+    """Returns the number of outputs of a rank's head at each position."""
+    return local_vocabulary(config, tp_size) if config.head == "vocabulary" else 1
+
+
 def dense_inner(config: DecoderConfig) -> int:
     """Returns the size of dense MLPs, 0 if all layers have experts."""
     return 0 if all(kind.has_experts for kind in config.layers) else config.intermediate_size
@@ -369,7 +374,7 @@ class Shard:
 
     @property
     def head_key(self) -> str:
-        tied = self.config.tie_word_embeddings
+        tied = self.config.has_table_in_head
         return "model.embed_tokens.weight" if tied else "lm_head.weight"
 
     @property

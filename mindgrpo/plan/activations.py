@@ -25,13 +25,13 @@ from mindgrpo.models.precision import compute_dtype
 from mindgrpo.models.shard import (
     LOGITS_BYTES,
     cached_heads,
+    head_width,
     local_experts,
     local_heads,
     local_inner,
-    local_vocabulary,
 )
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.micro_shapes import Kind, kernel_kind, reference_shape, update_shape
+from mindgrpo.plan.micro_shapes import Kind, kernel_kind, update_shape
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.embedded.kv_cache import missing_options
 
@@ -339,10 +339,9 @@ def activation_bytes(plan: RunPlan) -> Mapping[str, int]:
         "old_logps": _forward_bytes(plan.train, update, keeps_flows=True),
         "update": update_need(plan).total,
     }
-    if plan.reference is not None:
-        shape = reference_shape(plan.config, ragged)
-        graphs = graphs_of(plan.of_reference, plan.reference, shape)
-        by_phase["reference"] = _forward_bytes(plan.reference, graphs)
+    for role in plan.forward_roles:
+        graphs = graphs_of(plan.of_role(role), role.layout, role.widest(ragged))
+        by_phase[role.name] = _forward_bytes(role.layout, graphs)
     return by_phase
 
 
@@ -378,7 +377,7 @@ def graphs_of(plan: RunPlan, layout: Layout, shape: MicroShape) -> Graphs:
     return Graphs(
         kernel_kind(plan.config),
         block,
-        local_vocabulary(model, tp_size),
+        head_width(model, tp_size),
         shape.tokens,
         shape.length,
         itemsize,
@@ -428,7 +427,7 @@ def _chunks(plan: RunPlan, stage: int) -> list[ChunkLayers]:
     recompute, chunks = plan.config.actor_config.recompute_config, plan.train.stage_layers[stage]
     nothing: frozenset[str] = frozenset()
     num_stages, by_position = len(plan.train.stage_layers), _gradients(plan)
-    tied = plan.model.tie_word_embeddings
+    tied = plan.model.has_table_in_head
     embedding = by_position.get("first_and_last" if tied else "first", 0)
     head = by_position.get("first_and_last", 0) + by_position.get("last", 0)
     others = chunks_in_flight(stage, num_stages, len(chunks)) - 1

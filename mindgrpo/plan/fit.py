@@ -96,7 +96,7 @@ class Verdict:
 
 def with_values(loaded: Loaded, plan: RunPlan, values: Values) -> RunPlan:
     """Plans the run of `plan` with other values of keys. Raises UserError."""
-    return plan_run(config_with(loaded, values).config, plan.model, None, plan.teacher)
+    return plan_run(config_with(loaded, values).config, plan.model, None, plan.other_models)
 
 
 def verdict(loaded: Loaded, plan: RunPlan) -> Verdict:

@@ -17,7 +17,7 @@ from mindgrpo.backend.arithmetic.device_rows import BUCKET_BYTES
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.errors import UserError
-from mindgrpo.memory.residency import CountedPool, PhaseMemory, Residency
+from mindgrpo.memory.residency import REFERENCE, CountedPool, PhaseMemory, Residency
 from mindgrpo.models.parameters import num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.monitor.host_memory import format_bytes
@@ -104,7 +104,7 @@ def check_engine(plan: RunPlan) -> None:
 def _has(plan: RunPlan, phase: str) -> bool:
     if phase == "sync_reference":
         return plan.syncs_reference
-    return phase != "reference" or plan.reference is not None
+    return phase != REFERENCE or plan.reference is not None
 
 
 def _buffers(plan: RunPlan) -> dict[str, int]:
@@ -117,7 +117,7 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
     reshard = max(device_buffer_bytes(plan.reshard, bucket), _checksum_bytes(plan))
     sizes = {"reshard": reshard, "update": _sum_bytes(plan)}
     if plan.reference is not None and plan.syncs_reference:
-        to_reference = plan_reshard(plan.train, plan.reference, plan.reshard.itemsize)
+        to_reference = plan_reshard(plan.train, plan.reference.layout, plan.reshard.itemsize)
         sizes["sync_reference"] = device_buffer_bytes(to_reference, bucket)
     return sizes
 
@@ -125,10 +125,9 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 def group_bytes(plan: RunPlan) -> int:
     """Returns the bytes that communication keeps on a device for its groups, outside of the memory of the run."""
     groups = {tuple(range(plan.world_size))}
-    for layout in (plan.train, plan.infer, plan.reference):
-        if layout is not None:
-            axes = ("tp",), ("cp",), DENSE_DATA, ("pp",)
-            groups |= {layout.mesh.group(0, own) for own in axes}
+    for layout in (plan.train, plan.infer, *(role.layout for role in plan.forward_roles)):
+        axes = ("tp",), ("cp",), DENSE_DATA, ("pp",)
+        groups |= {layout.mesh.group(0, own) for own in axes}
     return plan.config.context.target.group_bytes * sum(len(ranks) > 1 for ranks in groups)
 
 
@@ -203,22 +202,22 @@ class HostPlan:
             return {RankTraffic(0, 0): plan.world_size}
         stages = Counter(self._stages(rank) for rank in range(plan.world_size))
         traffic: Counter[RankTraffic] = Counter()
-        for (train, reference), number in stages.items():
-            traffic[self._rank_traffic(train, reference)] += number
+        for (train, others), number in stages.items():
+            traffic[self._rank_traffic(train, dict(others))] += number
         if plan.config.generate_config.uses_vllm:
             # Each replica's first rank hands the whole model over.
             whole = num_parameters(plan.model) * ITEM_BYTES[compute_dtype(plan.config)]
             traffic[RankTraffic(whole, 0)] += plan.infer.mesh.dp
         return traffic
 
-    def _stages(self, rank: int) -> tuple[int, int | None]:
-        reference, train = self._plan.reference, self._plan.train.mesh.index(rank, "pp")
-        if reference is None or not reference.mesh.holds(rank):
-            return train, None
-        return train, reference.mesh.index(rank, "pp")
+    def _stages(self, rank: int) -> tuple[int, tuple[tuple[str, int], ...]]:
+        """Returns the rank's stage of the trainer, and of each model beside it that it has a part of."""
+        meshes = {role.name: role.layout.mesh for role in self._plan.forward_roles}
+        others = {name: own.index(rank, "pp") for name, own in meshes.items() if own.holds(rank)}
+        return self._plan.train.mesh.index(rank, "pp"), tuple(others.items())
 
-    def _rank_traffic(self, train: int, reference: int | None) -> RankTraffic:
-        residency = self._resident(train, reference)
+    def _rank_traffic(self, train: int, others: Mapping[str, int]) -> RankTraffic:
+        residency = self._resident(train, others)
         before, most = residency.ledger.transfer_bytes, 0
         for phase in self._phases():
             residency.activate(phase)
@@ -226,7 +225,7 @@ class HostPlan:
         copied = residency.ledger.transfer_bytes - before
         return RankTraffic(copied + self._optimizer_bytes(train), most)
 
-    def _resident(self, train: int, reference: int | None) -> Residency:
+    def _resident(self, train: int = LARGEST, others: Mapping[str, int] | None = None) -> Residency:
         """Goes through a step's phases once, from what is there when a run starts."""
         plan = self._plan
         reserved = {need.phase: need.beside_pools for need in self._needs}
@@ -235,7 +234,7 @@ class HostPlan:
         if budget is not None:
             budget = max(budget, *(row.total for row in plan.memory()))
         residency = Residency(budget, keeps=True, reserved=reserved)
-        sizes = plan.bytes_by_role(train, reference)
+        sizes = plan.bytes_by_role(train, others)
         residency.add({role: [CountedPool(size)] for role, size in sizes.items()})
         for phase in self._phases():
             residency.activate(phase)
@@ -250,8 +249,7 @@ class HostPlan:
         plan = self._plan
         if plan.config.context.target == SHARED_MEMORY:
             return []
-        reference = None if plan.reference is None else LARGEST
-        residency = self._resident(LARGEST, reference)
+        residency = self._resident()
         for phase in self._phases():
             residency.activate(phase)
         peaks = residency.planned_peaks()
@@ -269,9 +267,7 @@ class HostPlan:
 
     def _phases(self) -> list[str]:
         plan = self._plan
-        phases = ["reshard", "rollout"]
-        if plan.reference is not None:
-            phases.append("reference")
+        phases = ["reshard", "rollout", *(role.name for role in plan.forward_roles)]
         if plan.computes_old_logps:
             phases.append("old_logps")
         phases.append("update")

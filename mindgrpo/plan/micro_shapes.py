@@ -10,7 +10,7 @@ from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.row_shapes import MAX_SHAPES, SHORTEST, row_lengths
 from mindgrpo.backend.connect import keeps_slots
 from mindgrpo.config import Config
-from mindgrpo.config.roles import ParallelConfig
+from mindgrpo.config.roles import ParallelConfig, RewardModelConfig
 from mindgrpo.models.precision import flash_attention, plain_kernels
 
 # Kernels of the processor; fused operations of a device; MindSpore's own operations, which keep whole score matrices.
@@ -19,29 +19,46 @@ Kind = Literal["native", "fused", "plain"]
 
 def update_shape(config: Config, ragged: bool) -> MicroShape:
     """Returns the widest shape of an update's micro-batch on each data-parallel rank; `ragged` is the kernels'."""
-    rl = config.rl_config
+    rl, parallel = config.rl_config, config.actor_config.parallel_config
     rows = rl.batch_size // rl.micro_batch_interleaved
-    return _micro_shape(config, rows, ragged, config.actor_config.parallel_config)
+    return _micro_shape(config, rows, _row_length(config), ragged, parallel)
 
 
 def reference_shape(config: Config, ragged: bool) -> MicroShape:
     """Does the same of the reference's."""
     rows = config.ref_config.ref_model_batch_size
-    return _micro_shape(config, rows, ragged, config.reference_parallel)
+    return _micro_shape(config, rows, _row_length(config), ragged, config.reference_parallel)
 
 
-def _micro_shape(config: Config, rows: int, ragged: bool, parallel: ParallelConfig) -> MicroShape:
-    """Returns `rows` rows of the longest content, or one as long as all of them where kernels are `ragged`.
+def reward_model_shape(
+    config: Config, model: RewardModelConfig, longest: int, ragged: bool
+) -> MicroShape:
+    """Does the same of a reward model's, whose conversations have at most `longest` tokens."""
+    # A conversation's last token is scored as the prompt of one more, which is not computed.
+    shape = _micro_shape(config, model.batch_size, longest + 1, ragged, config.parallel_of(model))
+    return shape
+
+
+def _row_length(config: Config) -> int:
+    """Returns the longest content of a row: of samples that share it, or of one."""
+    rl, generate = config.rl_config, config.generate_config
+    per_row = rl.pack_num if rl.packing else 1
+    # Environments may give prompts of their own, of any length.
+    if not per_row or rl.has_conversations:
+        return rl.seq_length
+    longest = generate.max_prompt_length + generate.sampling_config.max_tokens
+    return min(rl.seq_length, -(-per_row * longest // SHORTEST) * SHORTEST)
+
+
+def _micro_shape(
+    config: Config, rows: int, length: int, ragged: bool, parallel: ParallelConfig
+) -> MicroShape:
+    """Returns `rows` rows of `length` tokens, or one as long as all of them where kernels are `ragged`.
 
     Rounded up where ranks share out the tokens.
     """
-    ranks = parallel.mesh.cp
-    rl, generate = config.rl_config, config.generate_config
-    per_row, length = rl.pack_num if rl.packing else 1, rl.seq_length
-    # Environments may give prompts of their own, of any length.
-    if per_row and not rl.has_conversations:
-        longest = generate.max_prompt_length + generate.sampling_config.max_tokens
-        length = min(length, -(-per_row * longest // SHORTEST) * SHORTEST)
+    ranks, rl = parallel.mesh.cp, config.rl_config
+    per_row = rl.pack_num if rl.packing else 1
     if ragged and rl.packing:
         rows, length, per_row = 1, rows * length, per_row and rows * per_row
     shares = parallel.model_parallel if parallel.splits_tokens else 1

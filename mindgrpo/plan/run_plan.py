@@ -31,6 +31,13 @@ from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.count import CountingBackend
+from mindgrpo.plan.forward_roles import (
+    NO_OTHERS,
+    ForwardRole,
+    OtherModels,
+    reference_role,
+    reward_model_roles,
+)
 from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.plan.role_layouts import (
     check_mode,
@@ -58,24 +65,35 @@ Pools = Mapping[str, Sequence[Pool]]
 class RunPlan:
     """Layouts of the roles (`reference` None where nothing needs one) and the arithmetic of a step.
 
-    `device_bytes` is the memory that a device reports; None where none was asked. `teacher` has the shapes of a
-    reference of another model than the policy's. Supervised training has no generator.
+    `device_bytes` is the memory that a device reports; None where none was asked. Supervised training has no generator.
     """
 
     config: Config
     model: DecoderConfig
     train: Layout
     infer: Layout
-    reference: Layout | None
+    reference: ForwardRole | None
     batch: BatchPlan
     device_bytes: int | None = None
-    teacher: DecoderConfig | None = None
     generates: bool = True
+    reward_models: tuple[ForwardRole, ...] = ()
 
     @property
-    def of_reference(self) -> RunPlan:
-        """Returns the plan with the reference's model, for what the reference computes."""
-        return self if self.teacher is None else replace(self, model=self.teacher)
+    def forward_roles(self) -> tuple[ForwardRole, ...]:
+        """Returns the models beside the policy, in the order of their phases."""
+        own = () if self.reference is None else (self.reference,)
+        return (*self.reward_models, *own)
+
+    def of_role(self, role: ForwardRole) -> RunPlan:
+        """Returns the plan with the role's model, for what that computes."""
+        return self if role.model is self.model else replace(self, model=role.model)
+
+    @property
+    def other_models(self) -> OtherModels:
+        reference = self.reference
+        own = reference is not None and reference.model is not self.model
+        shapes = {role.key: role.model for role in self.reward_models}
+        return OtherModels(reference.model if reference and own else None, shapes)
 
     @property
     def world_size(self) -> int:
@@ -164,21 +182,23 @@ class RunPlan:
 
     def memory(self) -> list[PhaseMemory]:
         """Returns the pools by phase of the rank that needs most: weights, gradients, moments, cache and copies."""
-        reference = None if self.reference is None else LARGEST
-        return by_phase(self.bytes_by_role(LARGEST, reference))
+        return by_phase(self.bytes_by_role())
 
-    def bytes_by_role(self, stage: int, reference_stage: int | None) -> Mapping[str, int]:
-        """Returns the bytes of a rank in these stages of the trainer and of the reference (None: in none of its).
+    def bytes_by_role(
+        self, stage: int = LARGEST, others: Mapping[str, int] | None = None
+    ) -> Mapping[str, int]:
+        """Returns the bytes of a rank in `stage` of the trainer and in those of `others`, which are by role.
 
-        LARGEST: of each role, those of the rank that needs most.
+        LARGEST, and without `others`: of each role, those of the rank that needs most.
         """
         own: list[Pools] = [trained.pools for trained in self._on_stages(stage)]
         if self.generates:
             own.append(self._generator_pools)
-        if self.reference is not None and reference_stage is not None:
-            stages = range(self.reference.mesh.pp)
-            numbers = stages if reference_stage == LARGEST else [reference_stage]
-            own += [self._reference_pools(self.reference, number) for number in numbers]
+        for beside in self.forward_roles:
+            numbers: Sequence[int] = range(beside.layout.mesh.pp)
+            if others is not None:
+                numbers = [others[beside.name]] if beside.name in others else []
+            own += [self._forward_pools(beside, number) for number in numbers]
         sizes: dict[str, int] = {}
         for role, pools in chain.from_iterable(by_role.items() for by_role in own):
             sizes[role] = max(sizes.get(role, 0), sum(pool.num_bytes for pool in pools))
@@ -222,17 +242,17 @@ class RunPlan:
         adapters = self._trained_weights[0].adapters
         return [adapters_copy(adapters, target, backend).pool] if adapters else []
 
-    def _reference_pools(self, layout: Layout, stage: int) -> Pools:
-        """Constructs the reference, and copies of what it is synchronised with."""
+    def _forward_pools(self, role: ForwardRole, stage: int) -> Pools:
+        """Constructs a model beside the policy, and copies of what the reference is synchronised with."""
+        layout = role.layout
         backend, ref = self._on_rank(layout.mesh, stage), self.config.ref_config
         dtype = backend.compute_dtype
-        weights = [Weights(layout, backend.rank, backend, "reference", dtype=dtype).pool]
-        copies: list[Pool] = []
-        if self.syncs_reference:
-            # The policy in the reference's layout while the two are mixed, and its adapters there.
-            mixed = weights if ref.ref_model_mixup_alpha < 1.0 else []
-            copies = [*mixed, *self._adapters_on(layout, backend)]
-        return {"reference": weights, "reference_copy": copies}
+        weights: list[Pool] = [Weights(layout, backend.rank, backend, role.name, dtype=dtype).pool]
+        if role is not self.reference or not self.syncs_reference:
+            return {role.name: weights}
+        # The policy in the reference's layout while the two are mixed, and its adapters there.
+        mixed = weights if ref.ref_model_mixup_alpha < 1.0 else []
+        return {role.name: weights, "reference_copy": [*mixed, *self._adapters_on(layout, backend)]}
 
     @cached_property
     def trained(self) -> Layout:
@@ -292,13 +312,14 @@ class RunPlan:
         stages = "+".join(str(sum(map(len, own))) for own in self.train.stage_layers)
         reference = "none (beta and distillation_coef are 0)"
         if self.reference is not None:
-            reference = f"{self.reference.mesh}{_options(self.reference)}"
+            reference = _described(self.reference.layout)
         return [
             f"train {self.train.mesh}, stages of {stages} layers{_options(self.train)}",
             *self._sharding_lines(),
         ] + self.generates * [
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
+            *(f"{role.name} {_described(role.layout)}" for role in self.reward_models),
             *invariance_lines(self.config, self.model),
         ]
 
@@ -339,6 +360,10 @@ class RunPlan:
         ]
 
 
+def _described(layout: Layout) -> str:
+    return f"{layout.mesh}{_options(layout)}"
+
+
 def _options(layout: Layout) -> str:
     words = f", {layout.mesh.cp} ranks a row" if layout.mesh.cp > 1 else ""
     words += ", sequence parallel" if layout.splits_tokens else ""
@@ -359,9 +384,9 @@ def plan_run(
     config: Config,
     model: DecoderConfig,
     world_size: int | None,
-    teacher: DecoderConfig | None = None,
+    others: OtherModels = NO_OTHERS,
 ) -> RunPlan:
-    """Plans a run, with `teacher` where the reference is of another model than `model`.
+    """Plans a run, with `others` where models beside the policy are of other shapes than `model`.
 
     Raises UserError for layouts that the world or a model does not allow.
     """
@@ -371,14 +396,9 @@ def plan_run(
     actor, generate = config.actor_config, config.generate_config
     train = layout_of(actor.parallel_config, model, actor.offset)
     infer = generating_layout(config, model)
-    reference = None
-    if config.has_reference:
-        role = "ref_config" if config.ref_config.parallel_config else "actor_config"
-        where = f"{role}.parallel_config"
-        reference = layout_of(
-            config.reference_parallel, teacher or model, config.ref_config.offset, where
-        )
-    for own in filter(None, (model, teacher)):
+    reference = reference_role(config, others.teacher or model)
+    reward_models = reward_model_roles(config, others.reward_models)
+    for own in filter(None, (model, others.teacher)):
         check_positions(config, own)
     # These refuse what the run cannot have.
     check_routing(config, model)
@@ -394,7 +414,7 @@ def plan_run(
             "but a prompt's group runs together; raise it or leave it out."
         )
     batch = BatchPlan.of(config)
-    plan = RunPlan(config, model, train, infer, reference, batch, teacher=teacher)
+    plan = RunPlan(config, model, train, infer, reference, batch, reward_models=reward_models)
     if plan.lora is not None:
         adapter_specs(train.specs, plan.lora)
     return plan

@@ -21,7 +21,7 @@ from mindgrpo.models.parameters import num_active_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.memory import HostPlan
-from mindgrpo.plan.micro_shapes import kernel_kind, reference_shape, update_shape
+from mindgrpo.plan.micro_shapes import kernel_kind, update_shape
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan
 from mindgrpo.rollout.embedded.kv_cache import read_length, read_lengths
 
@@ -203,6 +203,12 @@ class SampleCounts:
     def prompts(self) -> float:
         return math.ceil(self.count / self.group)
 
+    def as_whole_texts(self) -> SampleCounts:
+        """Returns the samples as prompts whose last token predicts, which share nothing."""
+        text, beyond = math.ceil(self.prompt + self.completion), self.longest - self.completion
+        longest = max(1, math.ceil(beyond))
+        return replace(self, group=1, prompt=text, completion=1.0, longest=longest)
+
     def micro_batches(self, shape: MicroShape, shares: int) -> int:
         """Counts each rank's micro-batches: a row takes whole groups, and then samples of one more."""
         cost = max(1.0, self.completion - 1)
@@ -230,8 +236,9 @@ class RankShare:
         self.model, self.mesh, self.itemsize = plan.model, layout.mesh, itemsize
         model, tp = plan.model, layout.mesh.tp
         layers, hidden, moe = model.num_hidden_layers, model.hidden_size, model.moe
-        self.vocabulary = model.vocab_size / tp
-        tables = model.vocab_size * hidden * (1 if model.tie_word_embeddings else 2)
+        self.vocabulary = model.vocab_size / tp if model.head == "vocabulary" else 1.0
+        is_one = model.tie_word_embeddings or model.head == "scalar"
+        tables = model.vocab_size * hidden * (1 if is_one else 2)
         # Elements of a layer that a token is multiplied with, and those that are kept: of experts, and of all else.
         self.size = (num_active_parameters(model) - tables) / layers / tp
         kept = [spec for spec in layout.specs if isinstance(spec.position, int)]
@@ -312,10 +319,13 @@ class Roofline:
         """Returns the phases that need no plan of the reshard, which takes longest to make."""
         plan, train = self.plan, self.plan.train
         phases = [self._rollout()]
-        if plan.reference is not None:
-            shape = reference_shape(plan.config, self._is_native)
-            own = Roofline(plan.of_reference, self.rates.speeds)
-            phases.append(own._passed("reference", plan.reference, shape, self.samples))
+        for role in plan.forward_roles:
+            own = Roofline(plan.of_role(role), self.rates.speeds)
+            shape, samples = role.widest(self._is_native), self.samples
+            if role.model.head == "scalar":
+                # Its last token alone predicts, and no prompt is shared.
+                samples = samples.as_whole_texts()
+            phases.append(own._passed(role.name, role.layout, shape, samples))
         shape = update_shape(plan.config, self._is_native)
         if plan.computes_old_logps:
             phases.append(self._passed("old_logps", train, shape, self.samples))
@@ -468,6 +478,7 @@ class Roofline:
         graphs = {"prompt": whole, "forward": own, "backward": own, "optimizer": own}
         kernels = sum(self._launched(graph, layers) for graph, layers in graphs.items())
         kernels += len(decoding) * self._launched("decode", whole)
-        if plan.reference is not None:
-            kernels += self._launched("forward", math.ceil(whole / plan.reference.mesh.pp))
+        for role in plan.forward_roles:
+            layers = math.ceil(role.model.num_hidden_layers / role.layout.mesh.pp)
+            kernels += self._launched("forward", layers)
         return kernels * 1e-3 * self.rates.speeds.compile_ms * self.rates.crowd

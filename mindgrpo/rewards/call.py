@@ -31,6 +31,8 @@ from mindgrpo.workers.protocol import (
     to_message,
 )
 
+# Of a reward model: a conversation is longer than its tokens.
+TOO_LONG = "too_long"
 KINDS = (RAISED, BAD_RESULT, NOT_FINITE, TIMEOUT, EXIT, MEMORY)
 IN_WORDS = {
     RAISED: "raised",
@@ -40,6 +42,7 @@ IN_WORDS = {
     EXIT: "ended their process",
     MEMORY: "ran out of memory",
     REFUSED: "refused",
+    TOO_LONG: "too long",
 }
 
 
@@ -94,6 +97,12 @@ class RewardResult:
     def rest(self, indices: Sequence[int]) -> list[int]:
         """Returns those of `indices` without an outcome."""
         return [i for i in indices if i not in self.values and i not in self.failures]
+
+    def part(self, indices: range) -> RewardResult:
+        """Returns what became of the samples at `indices`, numbered from 0."""
+        values = {i - indices.start: own for i, own in self.values.items() if i in indices}
+        failures = {i - indices.start: own for i, own in self.failures.items() if i in indices}
+        return RewardResult(values, failures)
 
     def fail(self, indices: Sequence[int], failure: CallFailure) -> None:
         """Gives `failure` to those of `indices` without an outcome."""

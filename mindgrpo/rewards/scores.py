@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from mindgrpo.rewards.call import IN_WORDS, KINDS, RewardResult, Score
+from mindgrpo.rewards.call import IN_WORDS, KINDS, TOO_LONG, RewardResult, Score
 from mindgrpo.workers.protocol import RAISED, REFUSED, CallFailure
 
 Metric = float | int | None
@@ -42,6 +42,7 @@ class Report:
             own.update(value.counts if isinstance(value, Score) else {})
         by_kind = Counter(failure.kind for failure in result.failures.values())
         counts = {**own, "errors": len(result.failures), **{kind: by_kind[kind] for kind in KINDS}}
+        counts |= {TOO_LONG: by_kind[TOO_LONG]} if by_kind[TOO_LONG] else {}
         counts[RAISED] += by_kind[REFUSED]
         counts |= {"restarts": result.restarts, "printed_bytes": result.printed_bytes}
         counts["together_failures"] = int(result.together_failure is not None)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import Config, Loaded, values_by_key
+from mindgrpo.config.rl import RewardConfig
 from mindgrpo.data.hub_names import Content, copy_of, hub_name, is_complete, name_of_copy
 from mindgrpo.data.hubs import Wanted
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING, SplitChoice
@@ -26,32 +27,46 @@ from mindgrpo.rollout.vllm.environment import SET_BY_LAUNCHER
 if TYPE_CHECKING:  # `mindgrpo score` needs none
     from mindgrpo.backend.contract import Backend
 
-MODELS = ("actor_config.load", "generate_config.load", "ref_config.load")
+# Stands for the load of every reward model.
+REWARD_MODELS = "reward_config.model.load"
+MODELS = ("actor_config.load", "generate_config.load", "ref_config.load", REWARD_MODELS)
 TOKENIZER, DATA, HELD_OUT = (
     "rl_config.tokenizer_dir",
     "rl_config.dataset_file",
     "rl_config.eval_dataset_file",
 )
 ALL_KEYS = (*MODELS, TOKENIZER, DATA, HELD_OUT)
-EVALUATED = (*MODELS[:2], TOKENIZER, HELD_OUT)
+EVALUATED = (*MODELS[:2], REWARD_MODELS, TOKENIZER, HELD_OUT)
 
 
 def wanted_by(config: Config, keys: Sequence[str] = ALL_KEYS, shapes: bool = False) -> list[Wanted]:
     """Lists what a configuration reads from a hub and thus has to be fetched; with `shapes`, without weights."""
-    rl, values = config.rl_config, values_by_key(config)
+    rl, values = config.rl_config, _values(config)
     choices = {
         DATA: replace(FOR_TRAINING, name=rl.dataset_split),
         HELD_OUT: replace(FOR_EVALUATION, name=rl.eval_dataset_split),
     }
-    contents: dict[str, Content] = {key: "shapes" if shapes else "model" for key in MODELS}
-    contents |= {TOKENIZER: "tokenizer", DATA: "data", HELD_OUT: "data"}
+    keys = _with_reward_models(config, keys)
+    model: Content = "shapes" if shapes else "model"
+    contents: dict[str, Content] = {TOKENIZER: "tokenizer", DATA: "data", HELD_OUT: "data"}
     return [
-        Wanted(key, text, contents[key], choices.get(key))
+        Wanted(key, text, contents.get(key, model), choices.get(key))
         for key in keys
         if isinstance(text := values[key], str)
         and hub_name(text) is not None
         and (key != "ref_config.load" or config.has_reference)
     ]
+
+
+def _with_reward_models(config: Config, keys: Sequence[str]) -> list[str]:
+    """Returns `keys` with one for each reward model in place of REWARD_MODELS."""
+    own = [f"{key}.load" for key in config.reward_config.models_by_key]
+    return [each for key in keys for each in (own if key == REWARD_MODELS else [key])]
+
+
+def _values(config: Config) -> dict[str, object]:
+    models = config.reward_config.models_by_key
+    return values_by_key(config) | {f"{key}.load": own.load for key, own in models.items()}
 
 
 def fetch(wanted: Sequence[Wanted], shows_progress: bool = True) -> list[Path]:
@@ -137,8 +152,8 @@ def with_local_paths(
 
 def with_names(config: Config) -> Config:
     """Returns the configuration with local copies' paths replaced by their names on a hub and the commits read."""
-    for key in ALL_KEYS:
-        name = name_of_copy(str(values_by_key(config)[key]))
+    for key in _with_reward_models(config, ALL_KEYS):
+        name = name_of_copy(str(_values(config)[key]))
         config = config if name is None else _with_value(config, key, name)
     return config
 
@@ -151,9 +166,27 @@ def _as_before(wanted: Wanted, earlier: Mapping[str, object]) -> Wanted:
 
 
 def _with_value(config: Config, key: str, value: str) -> Config:
+    if key.startswith("reward_config."):
+        return config.model_copy(update={"reward_config": _reward_config(config, key, value)})
     section, _, name = key.partition(".")
     inner = getattr(config, section).model_copy(update={name: value})
     return config.model_copy(update={section: inner})
+
+
+def _reward_config(config: Config, key: str, value: str) -> RewardConfig:
+    """Returns the section with the load of one reward model changed, whose scores keep their name."""
+    rewards = config.reward_config
+    changed = {
+        f"{where}.load": own.model_copy(update={"load": value, "name": own.score_name})
+        for where, own in rewards.models_by_key.items()
+    }
+    if key == REWARD_MODELS:
+        return rewards.model_copy(update={"model": changed[key]})
+    models = [
+        changed[key] if key == f"reward_config.models[{i}].load" else own
+        for i, own in enumerate(rewards.models)
+    ]
+    return rewards.model_copy(update={"models": models})
 
 
 def with_paths_of_ranks(

@@ -6,7 +6,7 @@ Loads no weights and touches no device.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -38,8 +38,10 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import dtype_notices
+from mindgrpo.plan.forward_roles import OtherModels
 from mindgrpo.plan.memory import check_engine
 from mindgrpo.plan.run_plan import RunPlan, plan_run
+from mindgrpo.rewards.classifier_texts import ClassifierTexts
 from mindgrpo.rewards.executors import Limits
 from mindgrpo.rewards.score import Scorer
 from mindgrpo.rollout.environment import NAME as ENVIRONMENT_NAME
@@ -101,7 +103,63 @@ def read_model(config: Config) -> DecoderConfig:
         raise UserError(
             "actor_config.load is empty; set it to the Hugging Face directory of the model to train."
         )
-    return read_config(config.actor_config.load)
+    return generating(read_config(config.actor_config.load), "actor_config.load")
+
+
+def generating(model: DecoderConfig, key: str) -> DecoderConfig:
+    """Returns `model` if it has a vocabulary in its head. Raises UserError, with the `key` that names it."""
+    if model.head == "vocabulary":
+        return model
+    raise UserError(
+        f"{key} names a sequence classifier, which scores texts and writes none; name a language model here, and the "
+        "classifier in reward_config.model.load."
+    )
+
+
+def read_reward_models(
+    config: Config, keys: Collection[str] | None = None
+) -> dict[str, DecoderConfig]:
+    """Reads the configurations of the reward models (of those in sections `keys`), by section. Raises UserError."""
+    models = {}
+    for key, own in config.reward_config.models_by_key.items():
+        if keys is not None and key not in keys:
+            continue
+        model = read_config(str(own.load))
+        if model.moe is not None:
+            raise UserError(
+                f"{key}.load '{own.load}' has experts ({model.model_type}), which a reward model cannot have yet; name "
+                "a dense model."
+            )
+        if model.raw.get("quantization_config"):
+            raise UserError(
+                f"{key}.load '{own.load}' is quantised (quantization_config in config.json), which is not read; name "
+                "the model that it was made from."
+            )
+        models[key] = model.with_scalar_head()
+    return models
+
+
+def read_other_models(config: Config, model: DecoderConfig) -> OtherModels:
+    """Reads the configurations of models beside the policy, which is `model`. Raises UserError."""
+    return OtherModels(read_teacher(config, model), read_reward_models(config))
+
+
+def read_classifier_texts(
+    config: Config, tokenizer: Tokenizer | None, models: Mapping[str, DecoderConfig]
+) -> dict[str, ClassifierTexts]:
+    """Reads the tokenizers of the reward models; `tokenizer` is the policy's, if there is one. Raises UserError."""
+    texts = {}
+    for key, own in config.reward_config.models_by_key.items():
+        model, directory = models[key], str(own.load)
+        try:
+            theirs = load_tokenizer(directory).known_to(model.vocab_size)
+            date = None if tokenizer is None else tokenizer.date
+            theirs = replace(theirs.with_template(own.chat_template), date=date)
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from error
+        pad_id = model.raw.get("pad_token_id")
+        texts[key] = ClassifierTexts(theirs, tokenizer, pad_id if type(pad_id) is int else None)
+    return texts
 
 
 def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
@@ -111,7 +169,7 @@ def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
     """
     if not config.has_reference or config.reference_load == config.actor_config.load:
         return None
-    teacher = read_config(config.reference_load)
+    teacher = generating(read_config(config.reference_load), "ref_config.load")
     if replace(teacher, raw={}) == replace(model, raw={}):
         return None
     if config.ref_config.sync_ref_model:
@@ -203,22 +261,24 @@ def _read_model(
     config: Config, world_size: int | None, generates: bool = True
 ) -> tuple[RunPlan, Tokenizer]:
     model = read_model(config)
-    teacher, directory = read_teacher(config, model), config.actor_config.load
+    others, directory = read_other_models(config, model), config.actor_config.load
+    teacher = others.teacher
     for role in (config.actor_config, config.generate_config):
         if role.model_yaml:
             check_agreement(model, role.model_yaml, directory)
     if config.ref_config.model_yaml:
         own = (model, directory) if teacher is None else (teacher, config.reference_load)
         check_agreement(own[0], config.ref_config.model_yaml, own[1])
-    plan = replace(plan_run(config, model, world_size, teacher), generates=generates)
+    plan = replace(plan_run(config, model, world_size, others), generates=generates)
     check_engine(plan)
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
-    if plan.reference is not None and config.reference_load != config.actor_config.load:
-        check_tensors(config.reference_load, plan.reference.specs)
+    for beside in plan.forward_roles:
+        if beside.load != config.actor_config.load:
+            check_tensors(beside.load, beside.layout.specs)
     tokenizer = read_tokenizer(config, model)
-    if plan.teacher is not None:
-        check_vocabulary(config, tokenizer, plan.teacher)
+    if teacher is not None:
+        check_vocabulary(config, tokenizer, teacher)
     save = config.actor_config.save
     if save and Path(save).exists() and not Path(save).is_dir():
         raise UserError(
@@ -254,6 +314,7 @@ def _read(
             "above 0."
         )
     trial = try_environment(turns, prompts, ranks)
+    texts = read_classifier_texts(config, tokenizer, plan.other_models.reward_models)
     notes = (
         *_stop_notes(sampling, plan.model.vocab_size),
         *plan.notices,
@@ -270,6 +331,7 @@ def _read(
         notes=notes,
         turns=turns,
         trial=trial,
+        classifier_texts=texts,
     )
 
 
@@ -339,6 +401,8 @@ def scorer_of(
         )
     earning = [1.0] * len(functions) if weights is None else list(weights)
     earning += [rewards.environment_weight] * has_environment
+    models = rewards.models_by_key
+    earning += [own.weight for own in models.values()]
     if not any(earning) and (sentences := [*without_rewards(config.rl_config)]):
         raise error_of(f"{sentence}." for sentence in sentences)
     limits = Limits(
@@ -346,11 +410,13 @@ def scorer_of(
     )
     facts = {"max_completion_length": config.generate_config.sampling_config.max_tokens}
     scorer = Scorer(functions, weights, limits, facts, may_be_empty=may_be_empty)
-    if has_environment and ENVIRONMENT_NAME in scorer.names:
-        scorer.close()
-        raise UserError(
-            f"A reward function is named {ENVIRONMENT_NAME}, as the rewards of rl_config.environment are; rename it."
-        )
+    taken = {own.score_name: f"the scores of {key}" for key, own in models.items()}
+    if has_environment:
+        taken[ENVIRONMENT_NAME] = "the rewards of rl_config.environment"
+    for name in scorer.names:
+        if name in taken:
+            scorer.close()
+            raise UserError(f"A reward function is named {name}, as {taken[name]} are; rename it.")
     return scorer
 
 

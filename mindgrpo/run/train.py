@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,8 +102,10 @@ class TrainingLoop:
         with watch.phase("load"):
             restored = restored_roles(config, start)
             with record.console.phase("loading weights"):
-                make = make_roles if plan.generates else make_trained_roles
-                roles: TrainedRoles = make(plan, backend, inputs.sampling, restored=restored)
+                make: Callable[..., TrainedRoles] = make_trained_roles
+                if plan.generates:
+                    make = partial(make_roles, texts=inputs.classifier_texts)
+                roles = make(plan, backend, inputs.sampling, restored=restored)
             self.run = Run(
                 config=config,
                 backend=backend,
@@ -300,6 +303,15 @@ def _stepper_of(run: Run[TrainedRoles]) -> Stepper | SupervisedStepper:
     if not inputs.plan.generates:
         return SupervisedStepper(run)
     weight = environment_weight(run.config)
-    scorer = RolloutScorer(inputs.scorer, inputs.tokenizer, backend, weight, inputs.form)
+    roles = cast("Run[Roles]", run).roles
+    scorer = RolloutScorer(
+        inputs.scorer,
+        inputs.tokenizer,
+        backend,
+        weight,
+        inputs.form,
+        roles.reward_models,
+        roles.enter,
+    )
     conversations = make_conversations(run.config, inputs.tokenizer, inputs.turns, backend)
     return make_stepper(cast("Run[Roles]", run), scorer, conversations)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mindgrpo.backend.kernels.native.library import cache_directory, make_cache_directory
@@ -15,9 +16,11 @@ from mindgrpo.config import Config, Loaded, config_with
 from mindgrpo.config.foreign import with_row_length
 from mindgrpo.config.load import entries_of
 from mindgrpo.config.names import suggestion
+from mindgrpo.data.hub_names import hub_name
 from mindgrpo.data.row_files import plain_row
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
+from mindgrpo.rewards.builtin import BUILTINS
 from mindgrpo.rewards.load import reference_to
 from mindgrpo.run.trl_config import adapters_of, settings_of
 
@@ -41,6 +44,8 @@ def with_arguments(
     args: object = None,
     peft_config: object = None,
     has_rewards: bool = False,
+    models: Mapping[int, str] = MappingProxyType({}),
+    reward_weights: Sequence[float] | None = None,
 ) -> Config | Loaded:
     """Returns the configuration with a model and data sets of its own, for GRPO or not. Raises UserError.
 
@@ -48,7 +53,8 @@ def with_arguments(
     named by their content: ranks and a resumed run find them there. `config` may also be a mapping, as a file has it;
     None has the defaults. `environment` is as its key has it, or a class or function that a module holds. `args` is a
     GRPOConfig, whose values win over those of `config`, and `peft_config` as `adapters_of` takes it. Reward functions
-    that are given beside it take the place of `config`'s (`has_rewards`), to which `args` may have their weights.
+    that are given beside it take the place of `config`'s (`has_rewards`), to which `args` may have their weights. Of
+    them, `models` are reward models, by their positions; `reward_weights` are those of all.
     """
     if config is not None and not isinstance(config, Config | Loaded | Mapping):
         raise UserError(
@@ -56,6 +62,8 @@ def with_arguments(
             "config=load_config(FILE), or model=DIRECTORY for a model."
         )
     values, notices = ({}, []) if args is None else _of_args(args, config, has_rewards)
+    if models:
+        values |= _of_models(models, reward_weights or values.get(WEIGHTS))
     if peft_config is not None:
         values |= adapters_of(peft_config)
     if model is not None:
@@ -99,6 +107,34 @@ def _of_args(
     if has_rewards and WEIGHTS in values:
         values["reward_config.verifier_function"] = []
     return values, settings.notices
+
+
+def split_models(
+    rewards: Sequence[str | Callable[..., Any]],
+) -> tuple[list[str | Callable[..., Any]], dict[int, str]]:
+    """Returns the functions and, by position, the reward models: folders with a config.json, or names on a hub."""
+    models = {i: own for i, own in enumerate(rewards) if isinstance(own, str) and _is_model(own)}
+    return [own for i, own in enumerate(rewards) if i not in models], models
+
+
+def _is_model(text: str) -> bool:
+    if Path(text, "config.json").is_file():
+        return True
+    return text not in BUILTINS and ":" not in text and hub_name(text) is not None
+
+
+def _of_models(models: Mapping[int, str], weights: object) -> dict[str, object]:
+    """Returns the values of reward models, with their part of the `weights` of all rewards."""
+    if not isinstance(weights, Sequence):
+        return {"reward_config.models": [{"load": load} for load in models.values()]}
+    if max(models) >= len(weights):
+        raise UserError(
+            f"{counted(len(weights), 'reward weight was', 'reward weights were')} given, but reward {max(models) + 1} "
+            "has none; give one for each reward."
+        )
+    own = [{"load": load, "weight": float(weights[i])} for i, load in models.items()]
+    left = [weight for i, weight in enumerate(weights) if i not in models]
+    return {"reward_config.models": own, WEIGHTS: left or None}
 
 
 def _named(environment: str | Sequence[str] | Callable[..., Any]) -> list[str]:

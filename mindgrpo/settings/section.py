@@ -98,6 +98,15 @@ class Key:
         return " ".join((self.field.description or "").split())
 
 
+def plain(value: object) -> object:
+    """Returns a value as a file has it: sections in a list as mappings of the keys that are set."""
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    return (
+        value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Section) else value
+    )
+
+
 def kinds(annotation: Any) -> tuple[Any, ...]:
     """Returns the types that a field may hold: (int, NoneType) of `int | None`."""
     if get_origin(annotation) in (Union, types.UnionType):
@@ -124,6 +133,8 @@ def either(annotation: Any) -> str:
 def _noun(kind: Any, several: bool = False) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(repr(choice) for choice in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return "sections" if several else "a section"
     if get_origin(kind) is list:
         inner = " or ".join(_noun(one, several=True) for one in kinds(get_args(kind)[0]))
         return f"{'lists' if several else 'a list'} of {inner}"

@@ -27,10 +27,13 @@ from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
 # Identifies multi-token prediction layers behind the model's own, which are not read.
 OF_FURTHER_TOKENS = "eh_proj.weight"
-# Files of tied weights may hold both.
+# Files of tied weights may hold both. Those of a model with a scalar head may hold the head of the model before it.
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_COMPARED = 4096
 FP8_SCALE = ".weight_scale_inv"
+# The scalar head [1, H], and its names in the files of TRL and OpenRLHF, which may have a bias beside it.
+SCORE = "score.weight"
+OTHER_SCORES = ("v_head.summary.weight", "value_head.weight", "v_head.weight")
 
 
 def open_weights(directory: str | Path) -> ModelFiles:
@@ -57,6 +60,8 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     """Opens a model directory and checks every name, shape and dtype against `specs`. Raises UserError."""
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
+    if SCORE in wanted:
+        files = _with_score(files, directory)
     if any(name.endswith(FP8_SCALE) for name in files.names):
         raise UserError(
             f"The weights in '{directory}' are fp8 with scales (tensors named *{FP8_SCALE}), which are not read; "
@@ -75,6 +80,7 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     has_second_head = HEAD not in wanted and HEAD in present
     if has_second_head:
         present.discard(HEAD)
+        has_second_head = SCORE not in wanted
     missing = [name for name in wanted if name not in present]
     if missing:
         raise UserError(
@@ -97,6 +103,25 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     if has_second_head:
         _check_tied(files, str(directory))
     return files
+
+
+def _with_score(files: ModelFiles, directory: str | Path) -> ModelFiles:
+    """Returns the files with the scalar head under its name in Hugging Face's classifiers. Raises UserError."""
+    known = set(files.names)
+    name = next((name for name in (SCORE, *OTHER_SCORES) if name in known), None)
+    if name is None:
+        others = ", ".join(OTHER_SCORES)
+        raise UserError(
+            f"The model in '{directory}' has no scalar head ({SCORE}; {others}), so it scores nothing; name a sequence "
+            "classifier with one label, or a model that was trained with a value head."
+        )
+    bias = f"{name.removesuffix('weight')}bias"
+    if bias in known and np.any(files.read(bias)):
+        raise UserError(
+            f"The scalar head in '{directory}' has a bias ({bias}), which is not computed here; train the head without."
+        )
+    slices = {each: own for each, own in files.slices.items() if each not in (name, bias)}
+    return ModelFiles(files.path, slices | {SCORE: files.slices[name]})
 
 
 def _check_tied(files: ModelFiles, directory: str) -> None:

@@ -487,6 +487,15 @@ GOLDEN = (
 )
 
 
+# Layouts of a classifier, (data, model, stage, context). With context parallelism the ranks of a layer split tokens.
+SCORED_FAMILY = "qwen2"
+SCORED = {
+    "alone": (1, 1, 1, 1),
+    "dp2 mp4": (2, 4, 1, 1),
+    "mp2 pp2 cp2": (1, 2, 2, 2),
+}
+
+
 def pairs_of(world: tuple[int, str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     return PAIRS if world == MOVED_WORLD else DEVICE_PAIRS
 

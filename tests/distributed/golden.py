@@ -6,11 +6,13 @@ Judges nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import cases as c
 import numpy as np
-from golden_models import each_in_its_row, read_golden, train
+from golden_models import each_in_its_row, read_golden, read_scores, scores_of, train
 
 from mindgrpo.backend.contract import Backend
 from mindgrpo.models.parameters import parameter_specs
@@ -26,6 +28,19 @@ def golden_gaps(backend: Backend) -> dict[str, Any]:
         case.family: _gaps(backend, case)
         for case in c.GOLDEN
         if case.world == (backend.world_size, "shared_memory")
+    }
+
+
+def golden_scores(folder: Path, backend: Backend) -> dict[str, list[str]]:
+    """By layout of this world: the scores of a classifier's texts in hexadecimal, which has every bit."""
+    golden = read_scores(c.SCORED_FAMILY)
+    if backend.rank == 0:
+        golden.write(folder)
+    backend.world.barrier()
+    return {
+        name: [score.hex() for score in scores_of(folder, golden.texts, backend, Mesh(*sizes))]
+        for name, sizes in c.SCORED.items()
+        if prod(sizes) == backend.world_size
     }
 
 

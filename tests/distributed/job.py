@@ -27,7 +27,7 @@ import numpy as np
 from algorithms import advantages_of, loss_of, replace
 from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
-from golden import golden_gaps
+from golden import golden_gaps, golden_scores
 from losses import updates_by_every_loss
 from own_order import add_in_own_order
 from saving import saved_and_loaded
@@ -409,6 +409,8 @@ def run_all(folder: Path, backend: Backend) -> None:
         parts |= {"sharded": partial(sharded_optimizers, folder / "sharded")}
     if any(case.world == world for case in c.GOLDEN):
         parts |= {"golden": golden_gaps}
+    if backend.shares_memory and backend.world_size in map(math.prod, c.SCORED.values()):
+        parts |= {"scores": partial(golden_scores, folder / "classifier")}
     for name, part in parts.items():
         started = time.perf_counter()
         result[name] = part(backend)
