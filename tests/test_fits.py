@@ -24,7 +24,7 @@ from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.plan.activations import update_need
 from mindgrpo.plan.fit import context_degrees, verdict
 from mindgrpo.plan.memory import HostPlan, group_bytes, most_needed, phase_needs
-from mindgrpo.plan.run_plan import LARGEST, RunPlan, plan_run
+from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.weights.checksum import DEVICE_ELEMENTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +70,7 @@ def test_what_stays_and_what_communication_keeps_are_told_beside_a_phases_own() 
     words = ["--context.max_device_memory", "null"]
     plan = planned(*words, config=config)
     largest = max(phase_needs(plan), key=lambda need: need.beside_pools)
-    roles = plan.bytes_by_role(LARGEST, LARGEST)
+    roles = plan.bytes_by_role()
     whole = format_bytes(sum(roles.values()) + largest.beside_pools)
     stay, outside = HostPlan(plan).device_lines()
     assert f"at most {whole} in phase {largest.phase}" in stay

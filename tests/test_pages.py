@@ -28,7 +28,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.cli.plan import shapes_of
 from mindgrpo.config import load_config
-from mindgrpo.plan.run_plan import LARGEST, plan_run
+from mindgrpo.plan.run_plan import plan_run
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.embedded.pages import PageTable
@@ -132,10 +132,10 @@ def test_the_users_groups_take_a_third_of_a_full_cache_for_each_sample(
     config = load_config(USERS, words).config
     without = load_config(USERS, [*words, penalty, "1.0"]).config
     plan = plan_run(without, shapes_of(config)[0], None)
-    penalised = plan_run(config, plan.model, None).bytes_by_role(LARGEST, LARGEST)["kv_cache"]
+    penalised = plan_run(config, plan.model, None).bytes_by_role()["kv_cache"]
     cache = plan.cache_config
     assert cache.slots == 4 * group and cache.pages_per_slot == 20
-    num_bytes = plan.bytes_by_role(LARGEST, LARGEST)["kv_cache"]
+    num_bytes = plan.bytes_by_role()["kv_cache"]
     # 28 layers of keys and values of one head of 128, of two bytes.
     a_position = 28 * 2 * 128 * 2
     assert round(cache.slots * (2048 + 512) * a_position / 2**20) == before

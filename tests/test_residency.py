@@ -192,7 +192,7 @@ def test_a_role_that_only_stays_leaves_room_for_what_graphs_take() -> None:
 def test_the_optimizers_state_is_planned_whole_and_never_given_up_between_phases() -> None:
     lengths = {"max_prompt_length": 32, "sampling_config": {"max_tokens": 32}}
     config = Config.model_validate({"generate_config": lengths})
-    sizes = plan_run(config, decoder_config(MODEL, "here"), 1).bytes_by_role(0, None)
+    sizes = plan_run(config, decoder_config(MODEL, "here"), 1).bytes_by_role(0, {})
     assert sizes["optimizer"] == 2 * sizes["gradients"] == 2 * sizes["policy"] > 0
     memory = Residency()
     memory.add({role: [CountedPool(size)] for role, size in sizes.items()})

@@ -135,7 +135,7 @@ def test_a_run_takes_the_memory_that_is_planned_for_a_sharded_optimizer(whole: P
     plan = plan_run(config, read_config(config.actor_config.load), RANKS)
     row = read_metrics(whole / "metrics.jsonl")[-1]
     # The metrics are rank 0's, which is of the first stage.
-    own = plan.bytes_by_role(0, None if plan.reference is None else 0)
+    own = plan.bytes_by_role(0, {} if plan.reference is None else {"reference": 0})
     peaks = {phase.phase: phase.total for phase in by_phase(own)}
     for phase in ("reshard", "rollout", "update"):
         assert row[f"memory/device_peak/{phase}"] == peaks[phase], phase

@@ -318,7 +318,7 @@ def test_rows_that_are_long_are_also_shared_out() -> None:
         assert again.train.mesh == choice.plan.train.mesh and again.train.mesh.cp == degree
         assert Roofline(again).step().total == pytest.approx(choice.seconds.total)
         assert again.world_size == 8 and again.reference is not None
-        assert again.reference.mesh.cp == again.infer.mesh.cp == 1
+        assert again.reference.layout.mesh.cp == again.infer.mesh.cp == 1
 
 
 def test_experts_are_dealt_to_ranks_and_split_tokens_where_the_model_is_split(

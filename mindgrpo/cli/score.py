@@ -172,8 +172,8 @@ def main(argv: Sequence[str]) -> None:
         talk(flags, limits)
         return
     if flags.data is None:
-        given = "--reward" if flags.reward else "--reward-model"
-        raise UserError(f"{given} needs rows to score; name a file or directory with --data.")
+        flag = "--reward" if flags.reward else "--reward-model"
+        raise UserError(f"{flag} needs rows to score; name a file or directory with --data.")
     with naming(FLAGS):
         rows = read_rows(flags.data, flags.limit, row_form(flags), flags.split)
     trial = trial_of(rows, flags.data, flags.completion_column, flags.answer_column)

@@ -61,7 +61,7 @@ def _scored_at_once(_: Any, __: Others) -> Meaning:
     )
 
 
-@VERL_RULES.of("reward_model.enable")
+@VERL_RULES.of("reward_model.enable", "reward.reward_model.enable")
 def _reward_model(value: Any, _: Others) -> Meaning:
     return AS_HERE if value else Ignored("no reward model, as without reward_config.model.load")
 

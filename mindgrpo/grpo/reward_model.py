@@ -59,8 +59,8 @@ class RewardModel:
         fitting = [i for i, ids in enumerate(texts) if 0 < len(ids) <= self.max_length]
         for i, ids in enumerate(texts):
             if len(ids) > self.max_length:
-                told = f"a conversation of {len(ids)} tokens is longer than its max_length {self.max_length}"
-                result.failures[i] = CallFailure(TOO_LONG, told)
+                length = f"{len(ids)} tokens is longer than its max_length {self.max_length}"
+                result.failures[i] = CallFailure(TOO_LONG, f"a conversation of {length}")
             elif not ids:
                 result.failures[i] = CallFailure(TOO_LONG, "a conversation has no token")
         if not fitting:

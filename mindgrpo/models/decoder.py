@@ -24,7 +24,7 @@ from mindgrpo.models.moe import MixtureOfExperts, SharedExpert
 from mindgrpo.models.parallel_cells import Same, UnsharedRows
 from mindgrpo.models.rotary import rotary_table
 from mindgrpo.models.shard import Shard
-from mindgrpo.weights.pretrained import SCORE
+from mindgrpo.weights.model_files import SCORE
 
 
 class StageInputs(NamedTuple):

@@ -9,7 +9,7 @@ from mindgrpo.models.decoder_config import DecoderConfig, LatentConfig, MoeConfi
 from mindgrpo.parallel.mesh import DENSE_DATA, EXPERT_DATA
 from mindgrpo.parallel.sharding import ParameterSpec, Split
 from mindgrpo.weights.expert_files import ADDENDS, BIAS
-from mindgrpo.weights.pretrained import SCORE
+from mindgrpo.weights.model_files import SCORE
 
 # The axes to sum gradients over if each tp rank computes only a partial gradient.
 PARTIAL = DENSE_DATA | {"tp"}

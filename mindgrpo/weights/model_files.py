@@ -25,6 +25,8 @@ from mindgrpo.errors import UserError, writing
 from mindgrpo.parallel.sharding import Box
 from mindgrpo.strict_files import is_inside, looked_at, read_object
 
+# The scalar head [1, H] of a sequence classifier.
+SCORE = "score.weight"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # MindFormers' index.

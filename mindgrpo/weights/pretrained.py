@@ -21,7 +21,7 @@ from mindgrpo.weights.mindspore_files import (
     check_not_concatenated,
     open_ckpt,
 )
-from mindgrpo.weights.model_files import ModelFiles, SafetensorsDirectory
+from mindgrpo.weights.model_files import SCORE, ModelFiles, SafetensorsDirectory
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -31,8 +31,7 @@ OF_FURTHER_TOKENS = "eh_proj.weight"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_COMPARED = 4096
 FP8_SCALE = ".weight_scale_inv"
-# The scalar head [1, H], and its names in the files of TRL and OpenRLHF, which may have a bias beside it.
-SCORE = "score.weight"
+# The scalar head's names in the files of TRL and OpenRLHF, which may have a bias beside it.
 OTHER_SCORES = ("v_head.summary.weight", "value_head.weight", "v_head.weight")
 
 
