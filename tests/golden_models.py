@@ -6,7 +6,7 @@ Refuses to compare. tests/golden/make_models.py made the models and the values o
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,15 +210,18 @@ def logits_of(golden: Golden, backend: Backend) -> np.ndarray:
 
 
 def scores_of(
-    folder: Path, texts: Sequence[np.ndarray], backend: Backend, mesh: Mesh
+    config: DecoderConfig,
+    load: Callable[[Weights], None],
+    texts: Sequence[np.ndarray],
+    backend: Backend,
+    mesh: Mesh,
 ) -> list[float]:
-    """What a run's reward model makes of `texts`, packed into rows of 64 tokens; collective."""
+    """What a run's reward model makes of `texts`, in rows of 64 tokens; collective. `load` fills its weights."""
     splits = mesh.tp > 1 and mesh.cp > 1
-    config = read_config(folder).with_scalar_head()
     layout = Layout.of(mesh, parameter_specs(config, splits), 0, splits)
     weights = Weights(layout, backend.rank, backend, "reward_model")
     weights.pool.load()
-    load_weights(weights, folder)
+    load(weights)
     unit = mesh.cp * COLUMNS_A_RANK if mesh.cp > 1 else 1
     shape = MicroShape(2, 64, unit=unit, context_ranks=mesh.cp)
     pipeline = ForwardPipeline(Shard(config, weights, backend), backend, "scores", shape, 64, 1.0)

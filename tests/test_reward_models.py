@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.rewards.classifier_texts import ClassifierTexts, Completed
 from mindgrpo.run.preflight import read_model, read_reward_models
-from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.pretrained import check_tensors, load_weights
 
 SCORED = ("qwen2", "llama", "qwen3", "gemma3_text")
 
@@ -51,7 +52,9 @@ def test_scores_are_those_of_transformers_classifiers(
     family: str, backend: Backend, tmp_path: Path
 ) -> None:
     golden = read_scores(family)
-    found = scores_of(golden.write(tmp_path), golden.texts, backend, Mesh(1, 1))
+    folder = golden.write(tmp_path)
+    load = partial(load_weights, directory=folder)
+    found = scores_of(read_config(folder), load, golden.texts, backend, Mesh(1, 1))
     assert np.abs(np.array(found) - golden.scores).max() < BOUNDS.logps
     assert np.ptp(golden.scores) > 0.1
 

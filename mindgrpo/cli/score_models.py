@@ -52,6 +52,8 @@ def results_of(
         for asked, text, own in zip(prompts, completions, turns, strict=True)
     ]
     backend = connect(config.context.target, dict(os.environ), runtime_settings(config))
+    # As in a run, so that scores have the same bits.
+    backend.kernels.batch_invariant = backend.kernels.has_slots
     residency = Residency(config.context.max_device_bytes)
     results = {}
     for model, role in zip(make_reward_models(config, roles, texts, backend), roles, strict=True):

@@ -6,6 +6,7 @@ Judges nothing.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import numpy as np
 from golden_models import each_in_its_row, read_golden, read_scores, scores_of, train
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.weights.pretrained import fill_random, load_weights
 
 
 def golden_gaps(backend: Backend) -> dict[str, Any]:
@@ -31,17 +34,26 @@ def golden_gaps(backend: Backend) -> dict[str, Any]:
     }
 
 
-def golden_scores(folder: Path, backend: Backend) -> dict[str, list[str]]:
-    """By layout of this world: the scores of a classifier's texts in hexadecimal, which has every bit."""
+def golden_scores(folder: Path, backend: Backend) -> dict[str, Any]:
+    """By layout of this world: scores of transformers' classifier, and those of random weights, with every bit."""
     golden = read_scores(c.SCORED_FAMILY)
     if backend.rank == 0:
         golden.write(folder)
     backend.world.barrier()
-    return {
-        name: [score.hex() for score in scores_of(folder, golden.texts, backend, Mesh(*sizes))]
-        for name, sizes in c.SCORED.items()
-        if prod(sizes) == backend.world_size
-    }
+    random = decoder_config(c.SHARDED_MODEL, "the test's model").with_scalar_head()
+    of_golden = read_config(folder), partial(load_weights, directory=folder)
+    of_random = random, partial(fill_random, seed=3, scale=0.2)
+    earlier, backend.kernels.batch_invariant = backend.kernels.batch_invariant, True
+    found = {}
+    for name, sizes in c.SCORED.items():
+        if prod(sizes) == backend.world_size:
+            with_mesh = golden.texts, backend, Mesh(*sizes)
+            found[name] = {
+                "golden": scores_of(*of_golden, *with_mesh),
+                "random": [score.hex() for score in scores_of(*of_random, *with_mesh)],
+            }
+    backend.kernels.batch_invariant = earlier
+    return found
 
 
 def _gaps(backend: Backend, case: c.Golden) -> dict[str, Any]:
