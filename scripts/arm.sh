@@ -31,6 +31,8 @@ missing=()
 for need in debootstrap:debootstrap aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu qemu-aarch64-static:qemu-user-static; do
     command -v "${need%:*}" >/dev/null || missing+=("${need#*:}")
 done
+# The compiler's package only recommends its C library's headers.
+[ -e /usr/aarch64-linux-gnu/include/stdint.h ] || missing+=(libc6-dev-arm64-cross)
 if [ ${#missing[@]} -gt 0 ]; then
     say "installing ${missing[*]}"
     { apt-get -qq update && apt-get -qq install -y --no-install-recommends "${missing[@]}"; } >"$folder/apt.log" 2>&1 ||
