@@ -37,7 +37,7 @@ class Estimator:
     `advantages` maps `Earned` to float32 [samples]; None: advantages are per token, normalised over the step's tokens.
     `scales` are the supported scale_rewards, the paper's first. `compares`: groups need several samples. The other
     flags are required inputs: `needs_greedy`, the reward of a greedy completion of each prompt; `needs_baselines`, the
-    moving average of the sample's role; `by_function`, the rewards of each function.
+    moving average of the sample's role; `by_function`, the rewards of each function; `needs_critic`, a critic's values.
     """
 
     title: str
@@ -47,6 +47,7 @@ class Estimator:
     needs_greedy: bool = False
     needs_baselines: bool = False
     by_function: bool = False
+    needs_critic: bool = False
 
 
 def _grpo(earned: Earned, config: AlgorithmConfig) -> np.ndarray:
@@ -127,6 +128,13 @@ ESTIMATORS = {
         compares=False,
         needs_greedy=True,
     ),
+    "gae": Estimator(
+        "value of the text so far, by a critic (critic_config), normalised over the tokens of the step",
+        None,
+        ("batch",),
+        compares=False,
+        needs_critic=True,
+    ),
     "rae": Estimator(
         "the moving average of the rewards of the sample's role, over the run",
         _rae,
@@ -180,6 +188,22 @@ class AlgorithmConfig(LossConfig):
     )
     advantage_std_floor: float = Field(STD_FLOOR, gt=0)
     """added to the standard deviation before dividing by it; verl uses 1e-6, TRL 1e-4"""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """gae: discount of later rewards"""
+    lam: float = Field(0.95, ge=0, le=1)
+    """gae: lambda of the policy's advantages; 1: returns minus values; 0: one step's difference of values"""
+    lam_critic: float | None = Field(None, ge=0, le=1)
+    """gae: lambda of the returns that the critic learns (VAPO uses 1); null: lam"""
+    lam_length_alpha: float | None = Field(None, gt=0)
+    """gae: lambda of the policy's advantages is 1 - 1 / (this times the sample's tokens), at least 0 (VAPO uses 0.05);
+    null: lam"""
+    bootstrap_truncated: bool = False
+    """gae: count the critic's last value as the value of what would follow a completion that was cut at max_tokens;
+    false: nothing follows"""
+    cliprange_value: float | None = Field(0.2, gt=0)
+    """gae: the critic's values move at most so far from those before the step's first update; null: not clipped"""
+    critic_warmup: int = Field(0, ge=0)
+    """gae: number of steps at the start of a run in which the critic is trained alone"""
     distillation_coef: float = Field(0.0, ge=0)
     """on-policy distillation: add this times (log-prob by the reference model - log-prob by the policy) to each token's
     advantage. ref_config.load names the teacher, of any size, with the policy's tokenizer; rewards may be left out. 0:

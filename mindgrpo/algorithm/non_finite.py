@@ -44,14 +44,19 @@ def in_arrays(named: Iterable[tuple[str, np.ndarray | float]]) -> NonFinite | No
 
 
 def in_rollout(
-    rollout: Rollout, rewards: np.ndarray, reference: Arrays | None, old: Arrays | None
+    rollout: Rollout,
+    rewards: np.ndarray,
+    reference: Arrays | None,
+    old: Arrays | None,
+    values: Arrays | None = None,
 ) -> NonFinite | None:
-    """Returns the first non-finite number in the inputs of advantages: log-probs and `rewards` float [samples]."""
+    """Returns the first non-finite number in the inputs of advantages; `rewards` are float [samples]."""
     return _first(
         _by_token("the generator's log-probs", rollout.generator_logps),
         _by_sample("rewards", rewards),
         _by_token("the reference's log-probs", reference),
         _by_token("the policy's log-probs before its update", old),
+        _by_token("the critic's values", values),
     )
 
 

@@ -332,7 +332,8 @@ class TrainBatch:
     their means. `old_logps` are from before the step's first update (None: the update's own). `rollout_is_weights`
     multiply the policy term (None: 1). `sample_mask` bool [samples] marks the samples in the loss (None: all);
     `rejected` bool [samples] those rejected for the generator's mismatch (None: rejection is off). `penalties` are the
-    coefficients of |log rho| (None: 0).
+    coefficients of |log rho| (None: 0). `values` are the critic's before its first update, and `returns` what it
+    learns (None: no critic).
     """
 
     rollout: Rollout
@@ -344,6 +345,8 @@ class TrainBatch:
     sample_mask: np.ndarray | None = None
     rejected: np.ndarray | None = None
     penalties: Arrays | None = None
+    values: Arrays | None = None
+    returns: Arrays | None = None
 
     def __len__(self) -> int:
         return len(self.rollout)

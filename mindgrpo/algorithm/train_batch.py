@@ -6,6 +6,7 @@ Pure numpy. Context tokens have no advantage, and count in no sum or mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from mindgrpo.algorithm.advantages import (
     zero_std_groups,
 )
 from mindgrpo.algorithm.estimators import AlgorithmConfig, Earned
+from mindgrpo.algorithm.gae import Valued, generalised_advantages, rewards_by_token, whitened
 from mindgrpo.algorithm.losses import kl_estimate
 from mindgrpo.algorithm.rollout_correction import (
     RolloutCorrection,
@@ -36,13 +38,15 @@ def compute_advantages(
     greedy: np.ndarray | None = None,
     baselines: np.ndarray | None = None,
     failed: np.ndarray | None = None,
+    values: Arrays | None = None,
 ) -> tuple[TrainBatch, RolloutCorrection | None]:
     """Returns the batch, and the rollout's correction (None without importance sampling correction).
 
     `rewards` float [samples]; `components`, `greedy` and `baselines` as in `Earned`, if the estimator needs them;
-    `turn_rewards` float [turns] per sample, for advantages per turn. `old_logps` and `reference_logps` are float32
-    [completion length] per sample. Samples that `failed` (bool [samples], None: none) have a substitute for a reward:
-    their advantage is 0. Raises ValueError on non-finite rewards, and if an input that the settings need is missing.
+    `turn_rewards` float [turns] per sample, for advantages per turn. `old_logps`, `reference_logps` and the critic's
+    `values` are float32 [completion length] per sample. Samples that `failed` (bool [samples], None: none) have a
+    substitute for a reward: their advantage is 0. Raises ValueError on non-finite rewards, and if an input that the
+    settings need is missing.
     """
     sample_mask = None
     if config.mask_truncated_completions:
@@ -52,27 +56,12 @@ def compute_advantages(
         sample_mask = differ if sample_mask is None else sample_mask & differ
     penalties = _penalties(rollout, config, old_logps, reference_logps)
     failed = _without_reward(failed, greedy, config, len(rollout))
-    token_advantages = None
-    estimate = config.estimator.advantages
-    if estimate is None:
-        by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask, failed)
-        advantages = _means(by_token, rollout)
-        token_advantages = by_token if config.reward_beta > 0 else None
-    elif config.turn_advantages:
-        if turn_rewards is None:
-            raise ValueError("advantages of turns need their rewards")
-        token_advantages = _by_turn(rollout, turn_rewards, config)
-        advantages = _means(token_advantages, rollout)
-    else:
-        # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
-        if config.reward_beta > 0:
-            rewards = rewards - np.array([penalty.sum() for penalty in penalties])
-        lengths = np.where(failed, 0, rollout.action_lengths)
-        advantages = estimate(Earned(rewards, lengths, components, greedy, baselines), config)
-        advantages = np.where(failed, np.float32(0), advantages)
+    earned = Earned(rewards, rollout.action_lengths, components, greedy, baselines)
+    rated = _rated(rollout, earned, penalties, config, sample_mask, failed, turn_rewards, values)
+    advantages, token_advantages, valued = rated
     if config.distillation_coef > 0:
-        earned = advantages if token_advantages is None else token_advantages
-        token_advantages = _distilled(rollout, earned, config, old_logps, reference_logps)
+        of_rewards = advantages if token_advantages is None else token_advantages
+        token_advantages = _distilled(rollout, of_rewards, config, old_logps, reference_logps)
         advantages = _means(token_advantages, rollout)
     correction = rejected = None
     if config.is_corrected or config.rejects:
@@ -98,8 +87,43 @@ def compute_advantages(
         None if correction is None else correction.weights,
         sample_mask,
         rejected,
+        values=None if valued is None else valued.values,
+        returns=None if valued is None else valued.returns,
     )
     return batch, correction
+
+
+def _rated(
+    rollout: Rollout,
+    earned: Earned,
+    penalties: Arrays,
+    config: AlgorithmConfig,
+    sample_mask: np.ndarray | None,
+    failed: np.ndarray,
+    turn_rewards: Arrays | None,
+    values: Arrays | None,
+) -> tuple[np.ndarray, Arrays | None, Valued | None]:
+    """Returns advantages by sample, and by token where they differ within a sample; and what a critic is to learn."""
+    rewards, estimate = earned.rewards, config.estimator.advantages
+    if config.estimator.needs_critic:
+        valued = _gae(
+            rollout, rewards, penalties, config, sample_mask, failed, turn_rewards, values
+        )
+        return _means(valued.advantages, rollout), valued.advantages, valued
+    if estimate is None:
+        by_token = _reinforce_plus_plus(rollout, rewards, penalties, config, sample_mask, failed)
+        return _means(by_token, rollout), by_token if config.reward_beta > 0 else None, None
+    if config.turn_advantages:
+        if turn_rewards is None:
+            raise ValueError("advantages of turns need their rewards")
+        by_token = _by_turn(rollout, turn_rewards, config)
+        return _means(by_token, rollout), by_token, None
+    # The whole completion's KL is taken from its one reward (as in arXiv:2402.14740).
+    if config.reward_beta > 0:
+        rewards = rewards - np.array([penalty.sum() for penalty in penalties])
+    lengths = np.where(failed, 0, earned.lengths)
+    advantages = estimate(replace(earned, rewards=rewards, lengths=lengths), config)
+    return np.where(failed, np.float32(0), advantages), None, None
 
 
 def _without_reward(
@@ -158,6 +182,48 @@ def _reinforce_plus_plus(
         spread[mask] = 0 if is_failed else values
         by_token.append(spread)
     return by_token
+
+
+def _gae(
+    rollout: Rollout,
+    rewards: np.ndarray,
+    penalties: Arrays,
+    config: AlgorithmConfig,
+    sample_mask: np.ndarray | None,
+    failed: np.ndarray,
+    turn_rewards: Arrays | None,
+    values: Arrays | None,
+) -> Valued:
+    """Computes whitened advantages, and returns. Samples that `failed` have advantages 0, and their values as returns."""
+    if values is None:
+        raise ValueError("gae needs the critic's values")
+    advantages, returns, kept = [], [], []
+    for i, (own, mask) in enumerate(zip(values, rollout.action_mask, strict=True)):
+        of_turns = None if turn_rewards is None else turn_rewards[i]
+        earned = rewards_by_token(mask, penalties[i], float(rewards[i]), of_turns)
+        known = own[mask].astype(np.float64)
+        is_cut = config.bootstrap_truncated and rollout.finish_reasons[i] == LENGTH
+        last = float(known[-1]) if is_cut and known.size else 0.0
+        lam = config.lam
+        if config.lam_length_alpha is not None:
+            lam = max(0.0, 1.0 - 1.0 / (config.lam_length_alpha * max(1, known.size)))
+        of_critic = config.lam if config.lam_critic is None else config.lam_critic
+        advantages.append(generalised_advantages(earned, known, config.gamma, lam, last))
+        later = generalised_advantages(earned, known, config.gamma, of_critic, last)
+        returns.append(known if failed[i] else later + known)
+        kept.append(known)
+    counts = ~failed if sample_mask is None else sample_mask & ~failed
+    normal = whitened(advantages, counts, config.advantage_std_floor)
+    normal = [np.zeros(len(a)) if f else a for a, f in zip(normal, failed, strict=True)]
+    return Valued(*(_on_actions(rollout, each) for each in (normal, kept, returns)))
+
+
+def _on_actions(rollout: Rollout, sequences: Sequence[np.ndarray]) -> Arrays:
+    """Spreads values of the policy's own tokens to float32 [completion length] per sample, 0 on context."""
+    spread = [np.zeros(mask.size, np.float32) for mask in rollout.action_mask]
+    for own, mask, values in zip(spread, rollout.action_mask, sequences, strict=True):
+        own[mask] = values
+    return spread
 
 
 def _distilled(

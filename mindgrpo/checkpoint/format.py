@@ -258,7 +258,7 @@ class RunState(ManifestModel):
     has the metrics of `step` where its evaluation is still to be made, and None where the step is finished.
     `unfinished` are groups of partial rollouts that continue in the next step, the oldest first, and `baselines` those
     of rae by role. `solved` are the numbers of rows that are not drawn again. `shapes` are those of micro-batches, by
-    phase.
+    phase. `critic_updates` counts the critic's optimizer steps.
     """
 
     step: Count
@@ -276,6 +276,7 @@ class RunState(ManifestModel):
     baselines: dict[str, float] = {}
     solved: list[Count] = []
     shapes: dict[str, StoredShapes] = {}
+    critic_updates: Count = 0
 
 
 class StoredChunk(ManifestModel):

@@ -37,7 +37,7 @@ from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
 from mindgrpo.parallel.sharding import Layout
-from mindgrpo.plan.forward_roles import ForwardRole, reward_model_roles
+from mindgrpo.plan.model_roles import ModelRole, reward_model_roles
 from mindgrpo.plan.role_layouts import check_positions, generating_layout
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import RolloutEngine
@@ -82,7 +82,7 @@ class EvaluationInputs(RolloutInputs):
     layout: Layout
     modes: list[Mode]
     num_prompts: int
-    reward_models: tuple[ForwardRole, ...] = ()
+    reward_models: tuple[ModelRole, ...] = ()
 
     def cache_config(self, config: Config) -> KVCacheConfig:
         generate, group = config.generate_config, max(mode.num_samples for mode in self.modes)

@@ -20,15 +20,15 @@ from mindgrpo.models.parameters import num_active_parameters, num_parameters
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
-from mindgrpo.plan.forward_roles import OtherModels
 from mindgrpo.plan.memory import HostPlan, phase_needs
 from mindgrpo.plan.micro_shapes import row_lines
+from mindgrpo.plan.model_roles import OtherModels
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.plan.seconds import Roofline
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.run.banner import algorithm_lines
 from mindgrpo.run.named_sources import MODELS, with_local_paths
-from mindgrpo.run.preflight import read_reward_models, read_teacher
+from mindgrpo.run.preflight import read_critic, read_reward_models, read_teacher
 from mindgrpo.weight_sync.plan import GIGA, Links, busiest_link
 
 _COUNTED = (
@@ -175,7 +175,8 @@ def _others_of(config: Config, model: DecoderConfig) -> tuple[OtherModels, list[
     ]
     shapes = read_reward_models(config, [key for key in keyed if key not in missing])
     shapes |= dict.fromkeys(missing, model.with_scalar_head())
-    return OtherModels(teacher, shapes), notes
+    critic = read_critic(config) if is_here(config.critic_load) else None
+    return OtherModels(teacher, shapes, critic), notes
 
 
 def _receivers(plan: RunPlan) -> list[str]:

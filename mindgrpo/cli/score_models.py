@@ -14,7 +14,7 @@ from mindgrpo.data.messages import Message
 from mindgrpo.grpo.build import fill_forward, runtime_settings
 from mindgrpo.grpo.reward_model import make_reward_models
 from mindgrpo.memory.residency import Residency
-from mindgrpo.plan.forward_roles import reward_model_roles
+from mindgrpo.plan.model_roles import reward_model_roles
 from mindgrpo.rewards.call import RewardResult
 from mindgrpo.rewards.classifier_texts import Completed
 from mindgrpo.run.named_sources import REWARD_MODELS, with_local_paths

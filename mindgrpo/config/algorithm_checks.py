@@ -13,6 +13,7 @@ def algorithm_contradictions(rl: RLConfig) -> Iterator[str]:
     yield from _loss(rl)
     yield from _clips(rl)
     yield from _estimator(rl)
+    yield from _critic(rl)
     yield from _kl_in_reward(rl)
     yield from _old_of_generator(rl)
     yield from _switched_off(rl)
@@ -138,6 +139,38 @@ def _estimator(rl: RLConfig) -> Iterator[str]:
         yield (
             f"rl_config.scale_rewards is {rl.scale_rewards}, but rl_config.advantage_estimator "
             f"{estimator} is defined with {known.scales[0]}; leave scale_rewards out or use grpo"
+        )
+
+
+def _critic(rl: RLConfig) -> Iterator[str]:
+    estimator, known = rl.advantage_estimator, ESTIMATORS[rl.advantage_estimator]
+    for name in (
+        "gamma",
+        "lam",
+        "lam_critic",
+        "lam_length_alpha",
+        "bootstrap_truncated",
+        "cliprange_value",
+        "critic_warmup",
+    ):
+        if is_set(rl, name) and not known.needs_critic:
+            yield (
+                f"rl_config.{name} is {getattr(rl, name)}, which rl_config.advantage_estimator {estimator} does not "
+                f"use, but gae; leave {name} out or use gae"
+            )
+    for name, active in (
+        ("turn_advantages", rl.turn_advantages),
+        ("distillation_coef", rl.distillation_coef > 0),
+    ):
+        if known.needs_critic and active:
+            yield (
+                f"rl_config.{name} gives tokens advantages of its own, and rl_config.advantage_estimator gae those "
+                f"of a critic; leave {name} out or use grpo"
+            )
+    if known.needs_critic and rl.has_sample_ratio:
+        yield (
+            f"rl_config.advantage_estimator gae gives every token an advantage of its own, and rl_config.loss_type "
+            f"{rl.loss_type} by {rl.importance_sampling_level} needs one a sample; choose a loss by token"
         )
 
 

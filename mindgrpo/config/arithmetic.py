@@ -126,7 +126,7 @@ def laid_out(config: Config, world_size: int | None = None) -> Config:
         changed = parallel.model_copy(update={"data_parallel": replicas})
         return section.model_copy(update={"parallel_config": changed})
 
-    roles = ("actor_config", "generate_config", "ref_config")
+    roles = ("actor_config", "generate_config", "ref_config", "critic_config")
     changes = {role: filled(getattr(config, role)) for role in roles}
     rewards = config.reward_config
     models = {"model": filled(rewards.model), "models": [filled(own) for own in rewards.models]}
@@ -143,6 +143,7 @@ def validate_world(config: Config, world_size: int, works: Works = lambda _: Tru
     wrong = []
     rewards = config.reward_config
     beside = [("ref_config", config.ref_config.parallel_config)]
+    beside += [("critic_config", config.critic_config.parallel_config)] * config.has_critic
     beside += [(key, own.parallel_config) for key, own in rewards.models_by_key.items()]
     for role, parallel, most in (
         ("actor_config", config.actor_config.parallel_config, _AXES),

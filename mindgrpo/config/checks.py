@@ -13,10 +13,12 @@ from mindgrpo.config.observation import TENSORBOARD, MonitorConfig, ProfilerConf
 from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import (
     ActorConfig,
+    CriticConfig,
     GenerateConfig,
     ParallelConfig,
     RefConfig,
     SamplingConfig,
+    ScoreParallelConfig,
 )
 from mindgrpo.errors import counted
 
@@ -146,6 +148,27 @@ def reward_model_contradictions(rewards: RewardConfig) -> Iterator[str]:
                 f"{key}.parallel_config.pp_interleave_num {parallel.num_chunks} deals chunks of layers to pipeline "
                 f"stages, but {key}.parallel_config.pipeline_stage is 1; leave pp_interleave_num at 1"
             )
+
+
+def critic_contradictions(
+    rl: RLConfig, critic: CriticConfig, parallel: ScoreParallelConfig
+) -> Iterator[str]:
+    if not rl.estimator.needs_critic:
+        return
+    stages, chunks = parallel.pipeline_stage, parallel.num_chunks
+    if critic.parallel_config is not None and chunks > 1 and stages == 1:
+        yield (
+            f"critic_config.parallel_config.pp_interleave_num {chunks} deals chunks of layers to pipeline stages, but "
+            "critic_config.parallel_config.pipeline_stage is 1; leave pp_interleave_num at 1"
+        )
+    if rl.partial_rollout:
+        yield (
+            "rl_config.partial_rollout continues completions over steps, which rl_config.advantage_estimator gae does "
+            "not do yet; set partial_rollout to false or use grpo"
+        )
+    schedule, prefix = critic.lr_schedule, "critic_config.lr_schedule."
+    if schedule.min_lr > schedule.lr:
+        yield f"{prefix}min_lr {schedule.min_lr} is above {prefix}lr {schedule.lr}; lower min_lr"
 
 
 def evaluation_contradictions(rl: RLConfig) -> Iterator[str]:

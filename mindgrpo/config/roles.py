@@ -219,6 +219,19 @@ class ActorConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class CriticConfig(Section):
+    load: OptionalText = None
+    """Hugging Face directory of the critic, or its name on a hub: a sequence classifier with one label, such as a
+    reward model, or a language model, whose values then begin at 0; null: actor_config.load"""
+    parallel_config: ScoreParallelConfig | None = None
+    """layout of the critic; null: that of the actor"""
+    recompute_config: RecomputeConfig = RecomputeConfig()
+    enable_parallel_optimizer: bool = False
+    """shard the critic's optimizer state, as actor_config.enable_parallel_optimizer"""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lr_schedule: LRSchedule = LRSchedule()
+
+
 class RefConfig(Section):
     load: OptionalText = None
     """Hugging Face directory of the reference model, or its name on a hub; null: actor_config.load"""

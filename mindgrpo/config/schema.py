@@ -16,10 +16,12 @@ from mindgrpo.config.observation import MonitorConfig, MsprobeConfig, ProfilerCo
 from mindgrpo.config.rl import RewardConfig, RLConfig
 from mindgrpo.config.roles import (
     ActorConfig,
+    CriticConfig,
     GenerateConfig,
     ParallelConfig,
     RefConfig,
     RewardModelConfig,
+    ScoreParallelConfig,
 )
 from mindgrpo.settings.section import Key, OptionalText, Section, keys_of, plain
 
@@ -32,6 +34,7 @@ class Config(Section):
     rl_config: RLConfig = RLConfig()
     actor_config: ActorConfig = ActorConfig()
     ref_config: RefConfig = RefConfig()
+    critic_config: CriticConfig = CriticConfig()
     reward_config: RewardConfig = RewardConfig()
     generate_config: GenerateConfig = GenerateConfig()
     context: Context = Context()
@@ -53,6 +56,7 @@ class Config(Section):
         yield from checks.length_contradictions(rl, generate)
         yield from checks.data_contradictions(rl, self.reward_config)
         yield from checks.reward_model_contradictions(self.reward_config)
+        yield from checks.critic_contradictions(rl, self.critic_config, self.critic_parallel)
         yield from checks.evaluation_contradictions(rl)
         yield from checks.per_token_contradictions(rl, self.monitor_config)
         yield from checks.profiler_contradictions(self.profiler_config)
@@ -93,6 +97,18 @@ class Config(Section):
     @property
     def reference_parallel(self) -> ParallelConfig:
         return self.ref_config.parallel_config or self.actor_config.parallel_config
+
+    @property
+    def critic_load(self) -> str:
+        return self.critic_config.load or self.actor_config.load
+
+    @property
+    def critic_parallel(self) -> ScoreParallelConfig:
+        return self.critic_config.parallel_config or self.actor_config.parallel_config
+
+    @property
+    def has_critic(self) -> bool:
+        return self.rl_config.estimator.needs_critic
 
     def parallel_of(self, model: RewardModelConfig) -> ParallelConfig:
         """Returns the layout of a reward model."""

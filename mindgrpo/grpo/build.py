@@ -82,8 +82,8 @@ def make_roles(
 ) -> Roles:
     """Builds policy, engine, reference and reward models, and loads their weights. Collective. Raises UserError.
 
-    `texts` are those of reward models by the key of their section. Roles in `restored` ("policy", "reference") are not
-    loaded, because a checkpoint will fill them.
+    `texts` are those of reward models by the key of their section. Roles in `restored` ("policy", "reference",
+    "critic") are not loaded, because a checkpoint will fill them.
     """
     plan, residency = _residency(plan, backend)
     policy = make_policy(plan, backend, sampling)
@@ -93,6 +93,10 @@ def make_roles(
     if reference is not None and "reference" not in restored:
         base = None if "policy" in restored else policy.weights
         _fill_reference(reference.weights, plan, backend, base, random_weights)
+    critic = None
+    if plan.critic is not None:
+        critic = make_policy(plan.critic, backend, sampling)
+        _fill_policy(critic, plan.critic.config, backend, random_weights, restored)
     reward_models = make_reward_models(plan.config, plan.reward_models, texts, backend)
     for model, role in zip(reward_models, plan.reward_models, strict=True):
         fill_forward(model.weights, role.load, plan.config, random_weights)
@@ -104,7 +108,8 @@ def make_roles(
     check = WeightCheck(backend, plan.config.rl_config.checksum_interval, adapted)
     ref = plan.config.ref_config
     mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
-    return Roles(plan, backend, policy, engine, reference, check, residency, mixup, reward_models)
+    others = mixup, reward_models, critic
+    return Roles(plan, backend, policy, engine, reference, check, residency, *others)
 
 
 def make_trained_roles(
@@ -140,12 +145,12 @@ def _fill_policy(
     random_weights: bool,
     restored: Collection[str],
 ) -> None:
-    if "policy" not in restored:
+    if policy.role not in restored:
         whole = policy.weights if policy.adapters else policy.masters
         _fill(whole, config, backend, random_weights)
     if policy.adapters is not None:
         fill_adapters(policy.masters, config.rl_config.seed)
-    if policy.adapters is not None or "policy" not in restored:
+    if policy.adapters is not None or policy.role not in restored:
         policy.masters_changed()
 
 
@@ -182,7 +187,7 @@ def make_engine(
 
 
 def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
-    """Builds the policy, without loading weights."""
+    """Builds the policy, or the critic whose plan this is, without loading weights."""
     _set_invariant(backend, plan.batch_invariant)
     rl, actor = plan.config.rl_config, plan.config.actor_config
     optimizer = actor.optimizer
@@ -204,7 +209,12 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         bias_update_rate=rl.moe_router_bias_update_rate,
     )
     return Policy(
-        plan.model.balanced(rl.router_aux_loss_coef), plan.train, backend, settings, plan.lora
+        plan.model.balanced(rl.router_aux_loss_coef),
+        plan.train,
+        backend,
+        settings,
+        plan.lora,
+        plan.trained_role,
     )
 
 
@@ -238,7 +248,8 @@ def _fill(weights: Weights, config: Config, backend: Backend, random_weights: bo
         fill_random(weights, config.rl_config.seed)
         return
     directory = config.actor_config.load
-    load_once(weights, directory, backend)
+    # A language model becomes a critic whose values are 0 at first.
+    load_once(weights, directory, backend, may_lack_score=True)
     _check_finite(weights, directory)
 
 

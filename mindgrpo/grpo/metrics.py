@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from mindgrpo.monitor.host_memory import process_rss
 from mindgrpo.rewards.scores import mean_of
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.partial import PartialMetrics
+from mindgrpo.training.critic_update import CriticReport
 from mindgrpo.training.update import PerToken, UpdateReport
 
 
@@ -39,6 +40,28 @@ class SkippedUpdate:
     lr: float
     cause: NonFinite
     rank: int
+
+
+@dataclass(frozen=True)
+class CriticUpdates:
+    """The critic's updates of a step: `reports` of those made, how many were `skipped`, and the last one's `lr`."""
+
+    reports: list[CriticReport]
+    skipped: int
+    lr: float
+
+    def metrics(self) -> dict[str, Any]:
+        names = [field.name for field in fields(CriticReport) if field.name != "padding_share"]
+        known = {name: [getattr(own, name) for own in self.reports] for name in names}
+        means = {name: [one for one in own if one is not None] for name, own in known.items()}
+        return {
+            **{
+                f"critic/{name}": float(np.mean(own)) if own else None
+                for name, own in means.items()
+            },
+            "critic/lr": self.lr,
+            "critic/skipped_updates": self.skipped,
+        }
 
 
 @dataclass(frozen=True)
@@ -60,8 +83,9 @@ class StepOutcome:
 
     `seconds` are this rank's times by phase, with the whole step's under "step"; `stats` cover this rank's rollouts of
     the step. None if the feature is off: `resampling` (dynamic sampling), `correction` (importance sampling
-    correction), `partial` (partial rollouts), `greedy` (float [groups], rewards of greedy completions for remax) and
-    `solved` (number of prompts no longer drawn). `late_compiles` counts graphs compiled after the session's first step.
+    correction), `partial` (partial rollouts), `critic` (its updates), `greedy` (float [groups], rewards of greedy
+    completions for remax) and `solved` (number of prompts no longer drawn). `late_compiles` counts graphs compiled
+    after the session's first step.
     """
 
     batch: TrainBatch
@@ -77,6 +101,7 @@ class StepOutcome:
     late_compiles: int = 0
     greedy: np.ndarray | None = None
     solved: int | None = None
+    critic: CriticUpdates | None = None
 
 
 def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
@@ -92,6 +117,7 @@ def step_digests(batch: TrainBatch, rewards: np.ndarray) -> dict[str, str]:
         "the policy's log-probs": digest(batch.old_logps),
         "advantages": digest(batch.advantages, *weights),
         "samples that count": digest(batch.sample_mask),
+        "the critic's values": digest(batch.values, batch.returns),
     }
 
 
@@ -239,6 +265,8 @@ def _of_options(outcome: StepOutcome, prompts_used: int) -> dict[str, Any]:
     ):
         if known := [share for share in shares if share is not None]:
             metrics[name] = float(np.mean(known))
+    if outcome.critic is not None:
+        metrics |= outcome.critic.metrics()
     if outcome.batch.rejected is not None:
         metrics["rejected_fraction"] = float(outcome.batch.rejected.mean())
     return metrics

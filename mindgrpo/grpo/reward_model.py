@@ -19,7 +19,7 @@ from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.config import Config
 from mindgrpo.models.pipeline import ForwardPipeline, compute_log_probs
 from mindgrpo.models.shard import Shard
-from mindgrpo.plan.forward_roles import ForwardRole
+from mindgrpo.plan.model_roles import ModelRole
 from mindgrpo.rewards.call import TOO_LONG, RewardResult
 from mindgrpo.rewards.classifier_texts import ClassifierTexts, Completed
 from mindgrpo.weights.local_weights import Weights
@@ -104,7 +104,7 @@ def scaled(scores: np.ndarray, scale: Scale) -> np.ndarray:
 
 def make_reward_models(
     config: Config,
-    roles: Sequence[ForwardRole],
+    roles: Sequence[ModelRole],
     texts: Mapping[str, ClassifierTexts],
     backend: Backend,
 ) -> list[RewardModel]:

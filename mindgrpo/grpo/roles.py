@@ -34,6 +34,8 @@ class TrainedRoles:
     """The roles of supervised training: the policy alone."""
 
     reference: Reference | None = None
+    reward_models: Sequence[RewardModel] = ()
+    critic: Policy | None = None
 
     def __init__(
         self, plan: RunPlan, backend: Backend, policy: Policy, residency: Residency
@@ -78,10 +80,11 @@ class Roles(TrainedRoles):
         residency: Residency,
         reference_mixup: float | None = None,
         reward_models: Sequence[RewardModel] = (),
+        critic: Policy | None = None,
     ) -> None:
         super().__init__(plan, backend, policy, residency)
         self.engine, self.reference, self.weight_check = engine, reference, weight_check
-        self.reward_models = reward_models
+        self.reward_models, self.critic = reward_models, critic
         self._to_engine = engine.transfer_from(policy.weights, policy.adapters, plan.reshard)
         # Transfers the policy's weights to the reference, or to a copy that is then mixed into it.
         self._mixup = reference_mixup
@@ -103,6 +106,8 @@ class Roles(TrainedRoles):
         if self.reference is not None:
             beside[REFERENCE] = self.reference.pipeline
         own = {name: pipeline.shapes for name, pipeline in beside.items() if pipeline is not None}
+        if self.critic is not None:
+            own |= {"values": self.critic.pipeline.shapes, "update_critic": self.critic.shapes}
         return {**super().shape_choices, **own}
 
     def _register_copies(self) -> None:
@@ -111,6 +116,10 @@ class Roles(TrainedRoles):
         if self.reference is not None:
             residency.add({REFERENCE: [self.reference.weights.pool]})
         residency.add({model.role: [model.weights.pool] for model in self.reward_models})
+        if self.critic is not None:
+            residency.add(self.critic.pools)
+            for name, pools in self.critic.host_pools.items():
+                residency.register_host(name, pools)
         copies = {"adapters_copy": list(self._to_engine.copies)}
         if self._to_engine.host_copies:
             residency.register_host("engine_bucket", self._to_engine.host_copies)

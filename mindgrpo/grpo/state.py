@@ -37,8 +37,15 @@ class Run(Generic[RolesT_co]):
 
     def learning_rate(self, update: int) -> float:
         """Returns the learning rate of an update, counted from 0 over the run."""
-        num_updates = self.num_steps * self.inputs.plan.batch.updates_per_step
-        return self.config.actor_config.lr_schedule.rate(update, num_updates)
+        return self.config.actor_config.lr_schedule.rate(update, self.num_updates)
+
+    def critic_rate(self, update: int) -> float:
+        """Returns the critic's learning rate of an update, counted from 0 over the run."""
+        return self.config.critic_config.lr_schedule.rate(update, self.num_updates)
+
+    @property
+    def num_updates(self) -> int:
+        return self.num_steps * self.inputs.plan.batch.updates_per_step
 
 
 @dataclass

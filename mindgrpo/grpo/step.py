@@ -25,6 +25,7 @@ from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import evaluation_modes
 from mindgrpo.grpo.evaluation import Evaluation, Evaluator
 from mindgrpo.grpo.metrics import (
+    CriticUpdates,
     Resampling,
     SkippedUpdate,
     StepOutcome,
@@ -36,7 +37,7 @@ from mindgrpo.grpo.metrics import (
 from mindgrpo.grpo.roles import Roles
 from mindgrpo.grpo.scoring import RolloutScorer, Scored
 from mindgrpo.grpo.state import Run, State
-from mindgrpo.grpo.updates import agree_on_batch, make_updates
+from mindgrpo.grpo.updates import agree_on_batch, make_critic_updates, make_updates
 from mindgrpo.models.expert_routes import StepExperts
 from mindgrpo.models.pipeline import ForwardPipeline, record_log_probs
 from mindgrpo.rewards.scores import Scores, mean_of
@@ -90,9 +91,11 @@ class Stepper:
         packed = PackedRollout(rollout)
         reference_logps = self._reference_logps(packed)
         old_logps, experts = self._old_logps(rollout, packed)
+        values = self._values(packed)
         batch, correction, bad = self._train_batch(
-            step, rollout, scored, greedy, old_logps, reference_logps
+            step, rollout, scored, greedy, old_logps, reference_logps, values
         )
+        critic = self._update_critic(step, batch, packed, bad)
         reports, skipped, lr = self._update(step, batch, packed, bad, experts)
         self._sync_reference(step)
         self._seconds["step"] = time.perf_counter() - started
@@ -113,6 +116,7 @@ class Stepper:
             late_compiles=self._late_compiles,
             greedy=greedy,
             solved=None if rl.no_positive_resampling is None else len(state.solved),
+            critic=critic,
         )
 
     def _commit(self, state: State) -> None:
@@ -285,6 +289,13 @@ class Stepper:
         policy = self.roles.policy
         return self._log_probs("old_logps", policy.pipeline, policy.weights, packed)
 
+    def _values(self, packed: PackedRollout) -> Arrays | None:
+        """Returns the critic's values, float32 [completion length] per sample; None without a critic."""
+        critic = self.roles.critic
+        if critic is None:
+            return None
+        return self._log_probs("values", critic.pipeline, critic.weights, packed)[0]
+
     def _log_probs(
         self, phase: str, pipeline: ForwardPipeline | None, weights: Weights, packed: PackedRollout
     ) -> tuple[Arrays, StepExperts | None]:
@@ -300,13 +311,14 @@ class Stepper:
         greedy: np.ndarray | None,
         old_logps: Arrays | None,
         reference_logps: Arrays | None,
+        values: Arrays | None,
     ) -> tuple[TrainBatch, RolloutCorrection | None, tuple[int, NonFinite] | None]:
         """Computes advantages; returns the batch, the correction, and (rank, number) of a non-finite number or None.
 
         Raises RanksDisagree.
         """
         rewards, correction, rl = scored.scores.total, None, self.config.rl_config
-        bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps)
+        bad = non_finite.in_rollout(rollout, rewards, reference_logps, old_logps, values)
         if bad is None:
             batch, correction = compute_advantages(
                 rollout,
@@ -319,6 +331,7 @@ class Stepper:
                 greedy,
                 self._role_baselines(rollout, scored.scores),
                 scored.scores.failed,
+                values,
             )
             bad = non_finite.in_batch(batch)
         else:
@@ -342,6 +355,35 @@ class Stepper:
         )
         return own
 
+    def _shares(self, batch: TrainBatch) -> list[np.ndarray]:
+        """Returns the samples of each of the step's updates."""
+        shares = np.array_split(
+            np.arange(len(batch)), self._run.inputs.plan.batch.updates_per_rollout
+        )
+        return shares * self.config.rl_config.num_iterations
+
+    def _update_critic(
+        self,
+        step: int,
+        batch: TrainBatch,
+        packed: PackedRollout,
+        bad: tuple[int, NonFinite] | None,
+    ) -> CriticUpdates | None:
+        """Runs the critic's updates of the step, before the policy's; None without a critic."""
+        critic, first = self.roles.critic, step * self._run.inputs.plan.batch.updates_per_step
+        if critic is None:
+            return None
+        with self._phase("update_critic"), self.backend.computing():
+            self.roles.enter("update_critic")
+            return make_critic_updates(
+                critic,
+                batch,
+                packed,
+                self._shares(batch),
+                lambda index: self._run.critic_rate(first + index),
+                bad,
+            )
+
     def _update(
         self,
         step: int,
@@ -351,9 +393,9 @@ class Stepper:
         experts: StepExperts | None,
     ) -> tuple[list[UpdateReport], list[SkippedUpdate], float]:
         """Runs the step's updates (`make_updates`). Raises GapTooLarge before any weight has changed."""
-        plan = self._run.inputs.plan.batch
-        shares = np.array_split(np.arange(len(batch)), plan.updates_per_rollout)
-        first = step * plan.updates_per_step
+        first = step * self._run.inputs.plan.batch.updates_per_step
+        if step < self.config.rl_config.critic_warmup:
+            return [], [], self._run.learning_rate(first)
 
         def check(report: UpdateReport) -> None:
             self._check_gap(batch, report)
@@ -364,7 +406,7 @@ class Stepper:
                 self.roles.policy,
                 batch,
                 packed,
-                shares * self.config.rl_config.num_iterations,
+                self._shares(batch),
                 lambda index: self._run.learning_rate(first + index),
                 bad,
                 check,

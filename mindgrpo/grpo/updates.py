@@ -11,8 +11,9 @@ from mindgrpo.algorithm.packing import PackedRollout
 from mindgrpo.algorithm.sample import TrainBatch
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import check_alike
-from mindgrpo.grpo.metrics import SkippedUpdate, step_digests
+from mindgrpo.grpo.metrics import CriticUpdates, SkippedUpdate, step_digests
 from mindgrpo.models.expert_routes import StepExperts
+from mindgrpo.training.critic_update import CriticReport, update_critic
 from mindgrpo.training.policy import Policy
 from mindgrpo.training.update import UpdateReport, update
 
@@ -35,6 +36,29 @@ def agree_on_batch(
             return rank, number
     check_alike([digests for _, digests in by_rank], f"in step {step + 1}", DIFFERENT_SAMPLES)
     return None
+
+
+def make_critic_updates(
+    critic: Policy,
+    batch: TrainBatch,
+    packed: PackedRollout,
+    shares: Sequence[np.ndarray],
+    learning_rate: Callable[[int], float],
+    bad: tuple[int, NonFinite] | None,
+) -> CriticUpdates:
+    """Runs one update of the critic for each of `shares`; arguments are those of `make_updates`."""
+    reports: list[CriticReport] = []
+    lr, skipped = 0.0, 0
+    for index, share in enumerate(shares):
+        lr = learning_rate(index)
+        if bad is not None:
+            skipped += 1
+            continue
+        try:
+            reports.append(update_critic(critic, batch, packed, share.tolist(), lr))
+        except NonFiniteUpdate:
+            skipped += 1
+    return CriticUpdates(reports, skipped, lr)
 
 
 def make_updates(

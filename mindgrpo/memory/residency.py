@@ -32,12 +32,19 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "rollout": ("generator", "kv_cache"),
     REFERENCE: (REFERENCE,),
     "old_logps": ("policy",),
+    "values": ("critic",),
+    "update_critic": ("critic", "critic_gradients", "critic_optimizer", "critic_master_weights"),
     "update": ("policy", "gradients", "optimizer", "master_weights"),
     "sync_reference": ("policy", "reference", "reference_copy"),
 }
 _REWARD_MODEL = "reward_model "
 # Roles that are released after their phase and rebuilt; all others are offloaded to the host.
-REBUILT = frozenset(("gradients", "generator", "kv_cache", "adapters_copy", "reference_copy"))
+REBUILT = frozenset(
+    (
+        *("gradients", "critic_gradients", "generator", "kv_cache"),
+        *("adapters_copy", "reference_copy"),
+    )
+)
 MIB = 2**20
 
 

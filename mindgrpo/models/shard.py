@@ -33,6 +33,7 @@ from mindgrpo.models.parallel_cells import (
     ToFloat32,
 )
 from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.model_files import SCORE
 
 # The largest [rows, vocabulary] tensor of the LM head; more rows are computed in chunks.
 LOGITS_BYTES = 64 << 20
@@ -374,6 +375,8 @@ class Shard:
 
     @property
     def head_key(self) -> str:
+        if self.config.head == "scalar":
+            return SCORE
         tied = self.config.has_table_in_head
         return "model.embed_tokens.weight" if tied else "lm_head.weight"
 

@@ -342,6 +342,10 @@ def activation_bytes(plan: RunPlan) -> Mapping[str, int]:
     for role in plan.forward_roles:
         graphs = graphs_of(plan.of_role(role), role.layout, role.widest(ragged))
         by_phase[role.name] = _forward_bytes(role.layout, graphs)
+    if (critic := plan.critic) is not None:
+        graphs = graphs_of(critic, critic.train, update_shape(critic.config, ragged))
+        by_phase["values"] = _forward_bytes(critic.train, graphs, keeps_flows=True)
+        by_phase["update_critic"] = update_need(critic).total
     return by_phase
 
 

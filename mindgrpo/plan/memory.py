@@ -116,6 +116,8 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
     # Checksums are taken when the buckets are free again.
     reshard = max(device_buffer_bytes(plan.reshard, bucket), _checksum_bytes(plan))
     sizes = {"reshard": reshard, "update": _sum_bytes(plan)}
+    if plan.critic is not None:
+        sizes["update_critic"] = _sum_bytes(plan.critic)
     if plan.reference is not None and plan.syncs_reference:
         to_reference = plan_reshard(plan.train, plan.reference.layout, plan.reshard.itemsize)
         sizes["sync_reference"] = device_buffer_bytes(to_reference, bucket)
@@ -125,9 +127,9 @@ def _buffers(plan: RunPlan) -> dict[str, int]:
 def group_bytes(plan: RunPlan) -> int:
     """Returns the bytes that communication keeps on a device for its groups, outside of the memory of the run."""
     groups = {tuple(range(plan.world_size))}
-    for layout in (plan.train, plan.infer, *(role.layout for role in plan.forward_roles)):
+    for mesh in (plan.train.mesh, plan.infer.mesh, *plan.beside.values()):
         axes = ("tp",), ("cp",), DENSE_DATA, ("pp",)
-        groups |= {layout.mesh.group(0, own) for own in axes}
+        groups |= {mesh.group(0, own) for own in axes}
     return plan.config.context.target.group_bytes * sum(len(ranks) > 1 for ranks in groups)
 
 
@@ -212,7 +214,7 @@ class HostPlan:
 
     def _stages(self, rank: int) -> tuple[int, tuple[tuple[str, int], ...]]:
         """Returns the rank's stage of the trainer, and of each model beside it that it has a part of."""
-        meshes = {role.name: role.layout.mesh for role in self._plan.forward_roles}
+        meshes = self._plan.beside
         others = {name: own.index(rank, "pp") for name, own in meshes.items() if own.holds(rank)}
         return self._plan.train.mesh.index(rank, "pp"), tuple(others.items())
 
@@ -270,6 +272,8 @@ class HostPlan:
         phases = ["reshard", "rollout", *(role.name for role in plan.forward_roles)]
         if plan.computes_old_logps:
             phases.append("old_logps")
+        if plan.critic is not None:
+            phases += ["values", "update_critic"]
         phases.append("update")
         if plan.syncs_reference and plan.config.ref_config.ref_model_sync_steps == 1:
             phases.append("sync_reference")

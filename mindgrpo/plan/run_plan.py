@@ -31,14 +31,16 @@ from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.count import CountingBackend
-from mindgrpo.plan.forward_roles import (
+from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
+from mindgrpo.plan.model_roles import (
     NO_OTHERS,
-    ForwardRole,
+    ModelRole,
     OtherModels,
+    as_trained,
+    critic_layout,
     reference_role,
     reward_model_roles,
 )
-from mindgrpo.plan.invariance import invariance_lines, is_batch_invariant
 from mindgrpo.plan.role_layouts import (
     check_mode,
     check_positions,
@@ -66,25 +68,28 @@ class RunPlan:
     """Layouts of the roles (`reference` None where nothing needs one) and the arithmetic of a step.
 
     `device_bytes` is the memory that a device reports; None where none was asked. Supervised training has no generator.
+    `critic` is the plan of what trains the critic, as a policy with the role "critic".
     """
 
     config: Config
     model: DecoderConfig
     train: Layout
     infer: Layout
-    reference: ForwardRole | None
+    reference: ModelRole | None
     batch: BatchPlan
     device_bytes: int | None = None
     generates: bool = True
-    reward_models: tuple[ForwardRole, ...] = ()
+    reward_models: tuple[ModelRole, ...] = ()
+    critic: RunPlan | None = None
+    trained_role: str = "policy"
 
     @property
-    def forward_roles(self) -> tuple[ForwardRole, ...]:
+    def forward_roles(self) -> tuple[ModelRole, ...]:
         """Returns the models beside the policy, in the order of their phases."""
         own = () if self.reference is None else (self.reference,)
         return (*self.reward_models, *own)
 
-    def of_role(self, role: ForwardRole) -> RunPlan:
+    def of_role(self, role: ModelRole) -> RunPlan:
         """Returns the plan with the role's model, for what that computes."""
         return self if role.model is self.model else replace(self, model=role.model)
 
@@ -93,7 +98,14 @@ class RunPlan:
         reference = self.reference
         own = reference is not None and reference.model is not self.model
         shapes = {role.key: role.model for role in self.reward_models}
-        return OtherModels(reference.model if reference and own else None, shapes)
+        critic = None if self.critic is None else self.critic.model
+        return OtherModels(reference.model if reference and own else None, shapes, critic)
+
+    @property
+    def beside(self) -> dict[str, Mesh]:
+        """Returns the meshes of all models beside the policy, by role."""
+        meshes = {role.name: role.layout.mesh for role in self.forward_roles}
+        return meshes if self.critic is None else {**meshes, "critic": self.critic.train.mesh}
 
     @property
     def world_size(self) -> int:
@@ -199,6 +211,9 @@ class RunPlan:
             if others is not None:
                 numbers = [others[beside.name]] if beside.name in others else []
             own += [self._forward_pools(beside, number) for number in numbers]
+        if self.critic is not None and (others is None or "critic" in others):
+            of_critic = self.critic._on_stages(LARGEST if others is None else others["critic"])
+            own += [trained.pools for trained in of_critic]
         sizes: dict[str, int] = {}
         for role, pools in chain.from_iterable(by_role.items() for by_role in own):
             sizes[role] = max(sizes.get(role, 0), sum(pool.num_bytes for pool in pools))
@@ -217,7 +232,8 @@ class RunPlan:
     def _trained_with(self, shards_optimizer: bool) -> Sequence[TrainedWeights]:
         layout, on_host = self.train, self.config.actor_config.optimizer.opt_offload
         ranks = [self._on_rank(layout.mesh, stage) for stage in range(layout.mesh.pp)]
-        return [TrainedWeights(layout, own, self.lora, shards_optimizer, on_host) for own in ranks]
+        how = self.lora, shards_optimizer, on_host, self.trained_role
+        return [TrainedWeights(layout, own, *how) for own in ranks]
 
     def _on_stages(self, stage: int) -> Sequence[TrainedWeights]:
         return self._trained_weights if stage == LARGEST else [self._trained_weights[stage]]
@@ -242,7 +258,7 @@ class RunPlan:
         adapters = self._trained_weights[0].adapters
         return [adapters_copy(adapters, target, backend).pool] if adapters else []
 
-    def _forward_pools(self, role: ForwardRole, stage: int) -> Pools:
+    def _forward_pools(self, role: ModelRole, stage: int) -> Pools:
         """Constructs a model beside the policy, and copies of what the reference is synchronised with."""
         layout = role.layout
         backend, ref = self._on_rank(layout.mesh, stage), self.config.ref_config
@@ -320,6 +336,7 @@ class RunPlan:
             f"generate {self.infer.mesh}{by_vllm}",
             f"reference {reference}",
             *(f"{role.name} {_described(role.layout)}" for role in self.reward_models),
+            *([] if self.critic is None else [f"critic {_described(self.critic.train)}"]),
             *invariance_lines(self.config, self.model),
         ]
 
@@ -398,7 +415,7 @@ def plan_run(
     infer = generating_layout(config, model)
     reference = reference_role(config, others.teacher or model)
     reward_models = reward_model_roles(config, others.reward_models)
-    for own in filter(None, (model, others.teacher)):
+    for own in filter(None, (model, others.teacher, others.critic)):
         check_positions(config, own)
     # These refuse what the run cannot have.
     check_routing(config, model)
@@ -414,7 +431,16 @@ def plan_run(
             "but a prompt's group runs together; raise it or leave it out."
         )
     batch = BatchPlan.of(config)
-    plan = RunPlan(config, model, train, infer, reference, batch, reward_models=reward_models)
+    critic = None
+    if config.has_critic:
+        of_critic = others.critic or model.with_scalar_head()
+        layout = critic_layout(config, of_critic)
+        critic = RunPlan(
+            as_trained(config), of_critic, layout, infer, None, batch, trained_role="critic"
+        )
+    plan = RunPlan(
+        config, model, train, infer, reference, batch, reward_models=reward_models, critic=critic
+    )
     if plan.lora is not None:
         adapter_specs(train.specs, plan.lora)
     return plan

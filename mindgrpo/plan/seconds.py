@@ -330,8 +330,18 @@ class Roofline:
         if plan.computes_old_logps:
             phases.append(self._passed("old_logps", train, shape, self.samples))
         times = plan.batch.updates_per_step
+        if plan.critic is not None:
+            phases += Roofline(plan.critic, self.rates.speeds).of_critic()
         phases.append(self._passed("update", train, shape, self._of_update, True, times))
         return [*phases, self._optimizer()]
+
+    def of_critic(self) -> list[PhaseSeconds]:
+        """Returns the phases of a critic, of which this is the plan."""
+        plan, shape = self.plan, update_shape(self.plan.config, self._is_native)
+        values = self._passed("values", plan.train, shape, self.samples)
+        times, optimizer = plan.batch.updates_per_step, self._optimizer()
+        update = self._passed("update_critic", plan.train, shape, self._of_update, True, times)
+        return [values, update, replace(optimizer, phase="critic optimizer")]
 
     def _phase(self, name: str, work: Work, group: int = 1) -> PhaseSeconds:
         return PhaseSeconds(name, self.rates.seconds(work, group, self._is_native), work)

@@ -137,6 +137,7 @@ class RunCheckpoints:
             prompts=state.position,
             updates=self._roles.policy.updates,
             weights_version=self._roles.policy.version,
+            critic_updates=0 if self._roles.critic is None else self._roles.critic.updates,
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
             unfinished=stored_groups(state.unfinished),
@@ -181,7 +182,8 @@ class RunCheckpoints:
 
     def _bring(self, role: str) -> None:
         # The roles of an update are those that a checkpoint holds; after an update they are there already.
-        self._roles.enter("reference" if role == "reference" else "update")
+        phase = "update_critic" if role.startswith("critic") else "update"
+        self._roles.enter("reference" if role == "reference" else phase)
 
     def step_done(self) -> dict[str, Any]:
         """Commits a checkpoint that was written in the background; returns metrics for the next row."""

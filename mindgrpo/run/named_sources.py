@@ -29,7 +29,10 @@ if TYPE_CHECKING:  # `mindgrpo score` needs none
 
 # Stands for the load of every reward model.
 REWARD_MODELS = "reward_config.model.load"
-MODELS = ("actor_config.load", "generate_config.load", "ref_config.load", REWARD_MODELS)
+MODELS = (
+    *("actor_config.load", "generate_config.load", "ref_config.load", "critic_config.load"),
+    REWARD_MODELS,
+)
 TOKENIZER, DATA, HELD_OUT = (
     "rl_config.tokenizer_dir",
     "rl_config.dataset_file",
@@ -55,6 +58,7 @@ def wanted_by(config: Config, keys: Sequence[str] = ALL_KEYS, shapes: bool = Fal
         if isinstance(text := values[key], str)
         and hub_name(text) is not None
         and (key != "ref_config.load" or config.has_reference)
+        and (key != "critic_config.load" or config.has_critic)
     ]
 
 

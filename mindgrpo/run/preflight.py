@@ -38,8 +38,8 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import dtype_notices
-from mindgrpo.plan.forward_roles import OtherModels
 from mindgrpo.plan.memory import check_engine
+from mindgrpo.plan.model_roles import OtherModels
 from mindgrpo.plan.run_plan import RunPlan, plan_run
 from mindgrpo.rewards.classifier_texts import ClassifierTexts
 from mindgrpo.rewards.executors import Limits
@@ -141,7 +141,14 @@ def read_reward_models(
 
 def read_other_models(config: Config, model: DecoderConfig) -> OtherModels:
     """Reads the configurations of models beside the policy, which is `model`. Raises UserError."""
-    return OtherModels(read_teacher(config, model), read_reward_models(config))
+    return OtherModels(read_teacher(config, model), read_reward_models(config), read_critic(config))
+
+
+def read_critic(config: Config) -> DecoderConfig | None:
+    """Reads the configuration of the critic; None if it is the policy's, or if there is no critic."""
+    if not config.has_critic or config.critic_load == config.actor_config.load:
+        return None
+    return read_config(config.critic_load).with_scalar_head()
 
 
 def read_classifier_texts(
@@ -180,9 +187,8 @@ def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
     return teacher
 
 
-def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfig) -> None:
-    """Raises UserError if a reference model of other shapes does not have the run's vocabulary."""
-    directory = config.reference_load
+def check_vocabulary(key: str, directory: str, tokenizer: Tokenizer, model: DecoderConfig) -> None:
+    """Raises UserError if a `model` of other shapes in `directory`, named by `key`, has not the run's vocabulary."""
     known = load_tokenizer(directory).codec.get_vocab(with_added_tokens=True)
     vocabulary = tokenizer.codec.get_vocab(with_added_tokens=True).items()
     # Tokens outside of the policy's vocabulary occur in no sample.
@@ -191,13 +197,13 @@ def check_vocabulary(config: Config, tokenizer: Tokenizer, teacher: DecoderConfi
     if differing:
         token = differing[0]
         raise UserError(
-            f"ref_config.load '{directory}' has another tokenizer than the policy: token {token!r} is {own[token]} "
+            f"{key} '{directory}' has another tokenizer than the policy: token {token!r} is {own[token]} "
             f"here and {known.get(token)} there; name a model with the same tokenizer."
         )
     largest = max(own.values(), default=0)
-    if largest >= teacher.vocab_size:
+    if largest >= model.vocab_size:
         raise UserError(
-            f"ref_config.load '{directory}' knows {teacher.vocab_size} tokens (vocab_size), but the tokenizer has ids "
+            f"{key} '{directory}' knows {model.vocab_size} tokens (vocab_size), but the tokenizer has ids "
             f"up to {largest}; name a model with the same tokenizer."
         )
 
@@ -277,8 +283,15 @@ def _read_model(
         if beside.load != config.actor_config.load:
             check_tensors(beside.load, beside.layout.specs)
     tokenizer = read_tokenizer(config, model)
-    if teacher is not None:
-        check_vocabulary(config, tokenizer, teacher)
+    if plan.critic is not None:
+        specs = plan.critic.train.specs
+        check_tensors(config.critic_load, specs, may_lack_score=True)
+    for key, load, shapes in (
+        ("ref_config.load", config.reference_load, teacher),
+        ("critic_config.load", config.critic_load, others.critic),
+    ):
+        if shapes is not None:
+            check_vocabulary(key, load, tokenizer, shapes)
     save = config.actor_config.save
     if save and Path(save).exists() and not Path(save).is_dir():
         raise UserError(

@@ -78,6 +78,10 @@ def saved_roles(config: Config, roles: TrainedRoles) -> dict[str, Weights]:
     }
     if config.ref_config.sync_ref_model and roles.reference is not None:
         saved["reference"] = roles.reference.weights
+    if roles.critic is not None:
+        saved["critic"] = roles.critic.masters
+        saved["critic_first_moments"] = roles.critic.optimizer.first
+        saved["critic_second_moments"] = roles.critic.optimizer.second
     return saved
 
 
@@ -88,6 +92,8 @@ def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
         digests["base"] = values_digest(roles.policy.weights, roles.backend)
     if roles.reference is not None and not config.ref_config.sync_ref_model:
         digests["reference"] = values_digest(roles.reference.weights, roles.backend)
+    for model in roles.reward_models:
+        digests[model.role] = values_digest(model.weights, roles.backend)
     return digests
 
 
@@ -96,7 +102,8 @@ def restored_roles(config: Config, start: Start | None) -> tuple[str, ...]:
     if start is None or not start.candidates:
         return ()
     whole = () if config.actor_config.lora.rank is not None else ("policy",)
-    return (*whole, "reference") if config.ref_config.sync_ref_model else whole
+    others = ("reference",) if config.ref_config.sync_ref_model else ()
+    return (*whole, *others, *(("critic",) if config.has_critic else ()))
 
 
 def _restore(
@@ -112,6 +119,9 @@ def _restore(
             state = candidate.manifest.state
             roles.policy.updates, roles.policy.version = state.updates, state.weights_version
             roles.policy.masters_changed()
+            if roles.critic is not None:
+                roles.critic.updates = state.critic_updates
+                roles.critic.masters_changed()
             return candidate
         if start.only:
             raise UserError(reason)

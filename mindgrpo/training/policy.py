@@ -1,4 +1,7 @@
-"""The policy being trained, on one rank: log-probs, one optimizer update, and the version of its weights."""
+"""A model being trained, policy or critic, on one rank: forward passes, optimizer updates, the version of its weights.
+
+A critic is a policy with a scalar head, whose loss is the ValueLoss.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from mindgrpo.parallel.sharding import Layout
 from mindgrpo.training.optimizer import AdamW, moments_of
 from mindgrpo.training.pipeline import forward_backward
 from mindgrpo.training.stage_graphs import LossInputs, LossStep, PolicyLoss, StageBackward, Trained
+from mindgrpo.training.value_loss import ValueLoss
 from mindgrpo.weights.expert_files import BIAS, addends
 from mindgrpo.weights.local_weights import Weights
 
@@ -53,9 +57,9 @@ class UpdateSettings:
 class TrainedWeights:
     """All tensors of training on this rank: weights, adapters, gradients, master weights and moments; no graphs.
 
-    `masters` are the float32 weights that the optimizer updates: the trained weights themselves, or a separate copy
-    that is rounded into them. `shards_optimizer` splits masters and moments over the ranks that train the same
-    parameters (ZeRO-1).
+    `role` is "policy" or "critic". `masters` are the float32 weights that the optimizer updates: the trained weights
+    themselves, or a separate copy that is rounded into them. `shards_optimizer` splits masters and moments over the
+    ranks that train the same parameters (ZeRO-1).
     """
 
     def __init__(
@@ -65,10 +69,12 @@ class TrainedWeights:
         lora: LoraSettings | None = None,
         shards_optimizer: bool = False,
         moments_on_host: bool = False,
+        role: str = "policy",
     ) -> None:
         self.backend, self._moments_on_host = backend, moments_on_host
+        self.role, self._prefix = role, "" if role == "policy" else f"{role}_"
         self.weights = Weights(
-            layout, backend.rank, backend, "policy", shared=True, dtype=backend.compute_dtype
+            layout, backend.rank, backend, role, shared=True, dtype=backend.compute_dtype
         )
         self.adapters: Adapters | None = None
         if lora is not None:
@@ -77,7 +83,8 @@ class TrainedWeights:
                 replace(layout, specs=specs), backend.rank, backend, "adapters", shared=True
             )
             self.adapters = Adapters(adapted, lora)
-        self.gradients = Weights(self.trained.layout, backend.rank, backend, "gradient")
+        name = f"{self._prefix}gradient"
+        self.gradients = Weights(self.trained.layout, backend.rank, backend, name)
         self._is_sharded = shards_optimizer and self.trained.layout.has_replicas
         self.masters = self._make_masters()
         self.moments = moments_of(self.gradients, backend, moments_on_host, self._is_sharded)
@@ -86,12 +93,13 @@ class TrainedWeights:
     def pools(self) -> dict[str, list[Pool]]:
         """Lists the memory on the device by role."""
         adapters = [self.adapters.weights.pool] if self.adapters else []
-        by_role = {"policy": [self.weights.pool, *adapters], "gradients": [self.gradients.pool]}
+        by_role = {"gradients": [self.gradients.pool]}
         if not self._moments_on_host:
             by_role["optimizer"] = [moment.pool for moment in self.moments]
         if self.has_masters:
             by_role["master_weights"] = [self.masters.pool]
-        return by_role
+        others = {f"{self._prefix}{name}": pools for name, pools in by_role.items()}
+        return {self.role: [self.weights.pool, *adapters], **others}
 
     @property
     def optimizer_bytes(self) -> int:
@@ -103,7 +111,7 @@ class TrainedWeights:
     def host_pools(self) -> dict[str, list[Pool]]:
         """Lists the pools that stay in host memory, by role."""
         moments = [moment.pool for moment in self.moments]
-        return {"optimizer": moments} if self._moments_on_host else {}
+        return {f"{self._prefix}optimizer": moments} if self._moments_on_host else {}
 
     @property
     def trained(self) -> Weights:
@@ -123,7 +131,8 @@ class TrainedWeights:
         if trained.dtype == "float32" and in_place:
             return trained
         layout = trained.layout.split_over_data() if self._is_sharded else trained.layout
-        return Weights(layout, self.backend.rank, self.backend, "master", shared=True)
+        name = f"{self._prefix}master"
+        return Weights(layout, self.backend.rank, self.backend, name, shared=True)
 
 
 class Policy(TrainedWeights):
@@ -134,15 +143,16 @@ class Policy(TrainedWeights):
         backend: Backend,
         settings: UpdateSettings,
         lora: LoraSettings | None = None,
+        role: str = "policy",
     ) -> None:
         shards, on_host = settings.shards_optimizer, settings.moments_on_host
-        super().__init__(layout, backend, lora, shards, on_host)
+        super().__init__(layout, backend, lora, shards, on_host, role)
         self.settings = settings
         self.shard = Shard(config, self.weights, backend, self.adapters)
         self.pipeline = ForwardPipeline(
             self.shard,
             backend,
-            "policy",
+            role,
             settings.shape,
             settings.num_positions,
             settings.temperature,
@@ -179,7 +189,10 @@ class Policy(TrainedWeights):
             if chunk.net is None:
                 cell = StageBackward(chunk.stage, shard.layers, trained)
             else:
-                loss = PolicyLoss(self.settings.loss_config, has_old, shard.context_group)
+                config = self.settings.loss_config
+                loss: Any = PolicyLoss(config, has_old, shard.context_group)
+                if shard.config.head == "scalar":
+                    loss = ValueLoss(config.cliprange_value)
                 cell = LossStep(chunk.net, shard.layers, shard.head_key, loss, trained)
             shard.restore_names()
             self.gradients.restore_names()

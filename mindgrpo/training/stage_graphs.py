@@ -16,7 +16,7 @@ from mindspore.ops.auto_generate import sum_ext
 
 from mindgrpo.algorithm.surrogates import LOSS_TYPES, LossConfig
 from mindgrpo.backend.contract import Group
-from mindgrpo.models.decoder import HeadInputs, LogProbStage, Stage, SummedLayer
+from mindgrpo.models.decoder import HeadInputs, HeadStage, Stage, SummedLayer
 from mindgrpo.training.surrogates import CELLS, SampleMean
 
 
@@ -235,14 +235,15 @@ class StageBackward(nn.Cell):
 class LossStep(nn.Cell):
     """Runs the last stage forward and backward.
 
-    (x, *inputs, *HeadInputs, *LossInputs, *flows) -> (loss scalar, log p [M], entropy [M], dx_NH). `flows` are the
+    (x, *inputs, *HeadInputs, *LossInputs, *flows) -> (loss scalar, log p [M], entropy [M], dx_NH), or the two results
+    of another head; `loss` is a PolicyLoss, or a ValueLoss for a scalar head. `flows` are the
     layer inputs x_NH of an earlier forward graph, given if the stage's `hands_inputs_on`: then only the last layer runs
     forward here, and the others are recomputed. The backward pass starts from `scale` times the loss, so that narrow
     dtypes do not underflow; accumulation divides by `scale` again.
     """
 
     def __init__(
-        self, net: LogProbStage, layers: range, head_table: str, loss: PolicyLoss, trained: Trained
+        self, net: HeadStage, layers: range, head_table: str, loss: Any, trained: Trained
     ) -> None:
         super().__init__()
         self.scale = trained.scale

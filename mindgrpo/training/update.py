@@ -260,7 +260,7 @@ def update(
         unselected=unselected,
         experts=ExpertStatistics.merged(statistics) if statistics else None,
     )
-    _refuse_non_finite(policy, report)
+    refuse_non_finite(policy, report.logps, report.loss, norm)
     if check is not None:
         try:
             check(report)
@@ -273,12 +273,16 @@ def update(
     return report
 
 
-def _refuse_non_finite(policy: Policy, report: UpdateReport) -> None:
-    bad = non_finite.in_logps(report.logps) or non_finite.in_arrays([("the loss", report.loss)])
+def refuse_non_finite(policy: Policy, results: PerToken, loss: float, grad_norm: float) -> None:
+    """Raises NonFiniteUpdate on all ranks, with gradients cleared, if a number is not finite. Collective.
+
+    `results` are the log-probs, or a critic's values, by sample.
+    """
+    bad = non_finite.in_logps(results) or non_finite.in_arrays([("the loss", loss)])
     norm = None
-    if bad is None and not np.isfinite(report.grad_norm):
+    if bad is None and not np.isfinite(grad_norm):
         bad = policy.bad_gradient()
-        norm = NonFinite("the gradient norm", report.grad_norm)
+        norm = NonFinite("the gradient norm", grad_norm)
     by_rank = policy.backend.world.gather_objects((bad, norm))
     # Prefers a report that names the gradient to one that only has the norm.
     for kind in (0, 1):

@@ -207,10 +207,12 @@ class FirstHolders(Layout):
         return {n: box for n, box in boxes.items() if self.ranks_by_box(n)[box] == (rank,)}
 
 
-def load_once(weights: Weights, directory: str | Path, backend: Backend) -> None:
+def load_once(
+    weights: Weights, directory: str | Path, backend: Backend, may_lack_score: bool = False
+) -> None:
     """Loads the model, reading each part from files once. Collective; pools have to be shared. Raises UserError."""
     layout = weights.layout
-    files = check_tensors(directory, layout.specs)
+    files = check_tensors(directory, layout.specs, may_lack_score)
     readers = FirstHolders(layout.mesh, layout.specs, layout.stage_layers)
     fill(weights, files, readers.held_by(backend.rank))
     plan = plan_reshard(readers, layout, weights.pool.itemsize)

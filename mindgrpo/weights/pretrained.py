@@ -55,12 +55,20 @@ def open_tensors(directory: str | Path) -> ModelFiles:
     return by_huggingface(files)
 
 
-def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> ModelFiles:
-    """Opens a model directory and checks every name, shape and dtype against `specs`. Raises UserError."""
+def check_tensors(
+    directory: str | Path, specs: tuple[ParameterSpec, ...], may_lack_score: bool = False
+) -> ModelFiles:
+    """Opens a model directory and checks every name, shape and dtype against `specs`. Raises UserError.
+
+    With `may_lack_score`, a scalar head may be missing.
+    """
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
-    if SCORE in wanted:
-        files = _with_score(files, directory)
+    has_scalar_head = SCORE in wanted
+    if has_scalar_head:
+        files = _with_score(files, directory, may_lack_score)
+        if SCORE not in files.names:
+            del wanted[SCORE]
     if any(name.endswith(FP8_SCALE) for name in files.names):
         raise UserError(
             f"The weights in '{directory}' are fp8 with scales (tensors named *{FP8_SCALE}), which are not read; "
@@ -79,7 +87,7 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     has_second_head = HEAD not in wanted and HEAD in present
     if has_second_head:
         present.discard(HEAD)
-        has_second_head = SCORE not in wanted
+        has_second_head = not has_scalar_head
     missing = [name for name in wanted if name not in present]
     if missing:
         raise UserError(
@@ -104,10 +112,12 @@ def check_tensors(directory: str | Path, specs: tuple[ParameterSpec, ...]) -> Mo
     return files
 
 
-def _with_score(files: ModelFiles, directory: str | Path) -> ModelFiles:
+def _with_score(files: ModelFiles, directory: str | Path, may_lack: bool) -> ModelFiles:
     """Returns the files with the scalar head under its name in Hugging Face's classifiers. Raises UserError."""
     known = set(files.names)
     name = next((name for name in (SCORE, *OTHER_SCORES) if name in known), None)
+    if name is None and may_lack:
+        return files
     if name is None:
         others = ", ".join(OTHER_SCORES)
         raise UserError(
@@ -143,11 +153,15 @@ def load_weights(weights: Weights, directory: str | Path) -> None:
 
 
 def fill(weights: Weights, files: ModelFiles, names: Container[str] | None = None) -> None:
-    """Reads this rank's slices, only of the parameters `names` if given. Raises UserError."""
+    """Reads this rank's slices, only of the parameters `names` if given; what files may lack is 0. Raises UserError."""
+    known = set(files.names)
     with weights.on_host(write=True) as host:
         for name, part in host.hf_views.items():
             if names is None or name in names:
-                files.read_into(part, name, weights.boxes[name])
+                if name in known:
+                    files.read_into(part, name, weights.boxes[name])
+                else:
+                    part[...] = 0
 
 
 def generator_of(name: str, seed: int) -> np.random.Generator:
