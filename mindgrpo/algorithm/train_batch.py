@@ -194,7 +194,7 @@ def _gae(
     turn_rewards: Arrays | None,
     values: Arrays | None,
 ) -> Valued:
-    """Computes whitened advantages, and returns. Samples that `failed` have advantages 0, and their values as returns."""
+    """Computes whitened advantages, and returns; those of samples that `failed` are 0, and their values."""
     if values is None:
         raise ValueError("gae needs the critic's values")
     advantages, returns, kept = [], [], []

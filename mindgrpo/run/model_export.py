@@ -25,7 +25,7 @@ from mindgrpo.data.hub_names import hub_name, name_of_copy
 from mindgrpo.data.tokenizer import Tokenizer, copy_tokenizer, write_tokenizer
 from mindgrpo.errors import UserError, writing
 from mindgrpo.memory.residency import Residency
-from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.decoder_config import CLASSIFIER, read_config
 from mindgrpo.models.lora import LoraSettings, adapted_names, adapter_names
 from mindgrpo.models.shard import Adapters
 from mindgrpo.parallel.mesh import Mesh
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from mindgrpo.grpo.roles import TrainedRoles
 
 GENERATION_FILE = "generation_config.json"
+LANGUAGE_MODEL = "ForCausalLM"
 ALONE = Mesh(1, 1, 1)
 
 
@@ -76,15 +77,23 @@ class ModelExport:
 
         on_first_rank(roles.backend, write_own)
 
-    def write_all(self, target: Path, adapter_target: Path) -> None:
-        """Exports the complete model and, if there are any, the adapters separately."""
+    def write_all(self, target: Path, run: Path) -> None:
+        """Exports the complete model to `target`, and to folders of the run's adapters and critic, if there are any."""
         roles = self.roles
         roles.enter("old_logps")
         self.write(target)
         if roles.policy.adapters is not None:
             source = roles.plan.config.actor_config.load
             adapters, memory = roles.policy.adapters, roles.residency
-            export_adapters(adapters, roles.backend, source, adapter_target, memory)
+            export_adapters(adapters, roles.backend, source, run / "adapter", memory)
+        if roles.critic is not None:
+            roles.enter("values")
+            source, memory, critic = roles.plan.config.critic_load, roles.residency, roles.critic
+            dtype = roles.plan.export_dtype
+            if critic.has_masters and dtype == "float32":
+                roles.enter("update_critic")
+            weights = critic.masters if dtype == "float32" else critic.weights
+            export_policy(weights, roles.backend, source, run / "critic", memory, None, dtype, True)
 
 
 def export_policy(
@@ -95,11 +104,13 @@ def export_policy(
     memory: Residency,
     adapters: Adapters | None = None,
     dtype: Dtype = "float32",
+    is_classifier: bool = False,
 ) -> None:
     """Exports the complete model with adapters merged in. Collective; the policy's weights have to be on the device.
 
     A rank holds one group of tensors in memory at a time (counted by HostPlan). Names and contents of the files depend
-    only on the model and `dtype`. `source` is the model directory that the run started from.
+    only on the model and `dtype`. `source` is the model directory that the run started from. With `is_classifier`,
+    config.json says that the model is a sequence classifier with one label.
     """
     names = experts_of(Path(source))
     tensors = {t.name: t for t in file_tensors(in_model_order(weights.layout), names)}
@@ -125,7 +136,7 @@ def export_policy(
     def finish() -> None:
         with writing(target):
             writer.close()
-            write_companions(Path(source), target, dtype)
+            write_companions(Path(source), target, dtype, is_classifier)
 
     try:
         stream = TensorStream(weights, adapters, shared.groups, backend, sink)
@@ -228,7 +239,7 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         (target / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
-def write_companions(source: Path, target: Path, dtype: str) -> None:
+def write_companions(source: Path, target: Path, dtype: str, is_classifier: bool = False) -> None:
     """Writes a model directory's other files: config.json, generation settings and the tokenizer."""
     config = dict(read_config(source).raw)
     config.pop("dtype", None)
@@ -237,6 +248,15 @@ def write_companions(source: Path, target: Path, dtype: str) -> None:
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
         if key in config:
             config[key] = 0
+    if is_classifier:
+        named = str((config.get("architectures") or [LANGUAGE_MODEL])[0])
+        config |= {
+            "architectures": [
+                named.removesuffix(LANGUAGE_MODEL).removesuffix(CLASSIFIER) + CLASSIFIER
+            ],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+        }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if (source / GENERATION_FILE).is_file():
         shutil.copyfile(source / GENERATION_FILE, target / GENERATION_FILE)

@@ -253,7 +253,7 @@ class TrainingLoop:
     def _write_model(self) -> None:
         record = self.record
         with self.watch.phase("export"), record.console.phase("writing the model"):
-            self.export.write_all(record.model_directory, record.directory / "adapter")
+            self.export.write_all(record.model_directory, record.directory)
         self.has_model = True
 
     def _rescue_model(self) -> None:
