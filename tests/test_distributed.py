@@ -449,6 +449,18 @@ def test_scores_of_a_classifier_are_those_of_transformers_with_the_same_bits_in_
         assert found["random"] == alone
 
 
+@pytest.mark.parametrize("case", c.CRITICS, ids=lambda case: case.name)
+def test_a_critic_learns_the_same_values_in_every_layout(
+    launch: Launch, case: c.CriticCase
+) -> None:
+    alone = launch((1, "shared_memory"))[1][0]["critics"]["alone"]
+    assert alone["losses"][-1] < alone["losses"][0]
+    for rank in launch(case.world)[1]:
+        found = rank["critics"][case.name]
+        for name, expected in alone.items():
+            np.testing.assert_allclose(found[name], expected, rtol=2e-5, atol=2e-5)
+
+
 def test_what_a_sharded_optimizer_saves_goes_on_bit_for_bit_over_other_replicas_and_whole(
     launch: Launch,
 ) -> None:

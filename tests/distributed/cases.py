@@ -496,6 +496,30 @@ SCORED = {
 }
 
 
+@dataclass(frozen=True)
+class CriticCase:
+    """A critic's updates on `mesh`, (data, model, stage, context), of which `splits` shares out tokens."""
+
+    name: str
+    mesh: tuple[int, int, int, int]
+    splits: bool = False
+    chunks: int = 1
+    shards_optimizer: bool = False
+
+    @property
+    def world(self) -> tuple[int, str]:
+        return prod(self.mesh), "shared_memory"
+
+
+CRITIC_MODEL = CHUNKED
+CRITICS = (
+    CriticCase("alone", (1, 1, 1, 1)),
+    CriticCase("dp2 mp2 pp2", (2, 2, 2, 1), splits=True, chunks=2, shards_optimizer=True),
+    CriticCase("mp2 pp2 cp2", (1, 2, 2, 2), splits=True),
+    CriticCase("dp2 mp4", (2, 4, 1, 1), shards_optimizer=True),
+)
+
+
 def pairs_of(world: tuple[int, str]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
     return PAIRS if world == MOVED_WORLD else DEVICE_PAIRS
 

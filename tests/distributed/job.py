@@ -27,6 +27,7 @@ import numpy as np
 from algorithms import advantages_of, loss_of, replace
 from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
+from critics import critic_updates
 from golden import golden_gaps, golden_scores
 from losses import updates_by_every_loss
 from own_order import add_in_own_order
@@ -411,6 +412,8 @@ def run_all(folder: Path, backend: Backend) -> None:
         parts |= {"golden": golden_gaps}
     if backend.shares_memory and backend.world_size in map(math.prod, c.SCORED.values()):
         parts |= {"scores": partial(golden_scores, folder / "classifier")}
+    if any(case.world == world for case in c.CRITICS):
+        parts |= {"critics": critic_updates}
     for name, part in parts.items():
         started = time.perf_counter()
         result[name] = part(backend)
