@@ -202,7 +202,7 @@ def test_what_cannot_be_taken_says_why_and_what_instead(
         ({"num_train_epochs": 0.5, "max_steps": 9}, "as there, with max_steps"),
         ({"algorithm.kl_ctrl.kl_coef": 0.7}, "without use_kl_in_reward=True"),
         ({"actor_rollout_ref.actor.kl_loss_coef": 0.7}, "without use_kl_loss=True"),
-        ({"critic.optim.lr_warmup_steps_ratio": 0.5}, "there is no critic"),
+        ({"critic.optim.lr_warmup_steps_ratio": 0.5}, "keys of critic_config"),
         (
             {
                 "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 40,

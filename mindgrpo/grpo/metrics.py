@@ -383,6 +383,8 @@ def token_rows(
     old, reference, in_loss = batch.old_logps, batch.reference_logps, batch.sample_mask
     for i, generator in enumerate(batch.rollout.generator_logps):
         arrays = {"logprob": generator}
+        if batch.values is not None:
+            arrays["value"] = batch.values[i]
         if i in trainer:
             arrays["gap"] = trainer[i] - generator
         if i in last and (in_loss is None or in_loss[i]):

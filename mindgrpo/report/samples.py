@@ -21,7 +21,7 @@ MAX_STEPS = 100
 # The first and the last tokens of a completion that are shown (characters, if the tokens have no texts).
 HEAD_TOKENS, TAIL_TOKENS = 1500, 500
 HEAD_CHARACTERS, TAIL_CHARACTERS = 6000, 2000
-ARRAYS = ("gap", "log_ratio", "entropy", "kl", "logprob")
+ARRAYS = ("gap", "log_ratio", "entropy", "kl", "logprob", "value")
 
 Group = list[tuple[int, RunRow]]
 """Samples that are compared with each other, with their numbers in the step."""

@@ -1,6 +1,6 @@
 // Colours of tokens by a figure of each: blue and orange for its two signs, violet for amounts.
-const COLOURS = ["gap", "log_ratio", "kl", "entropy", "logprob", "advantage"];
-const SIGNED = new Set(["gap", "log_ratio", "advantage"]);
+const COLOURS = ["gap", "log_ratio", "kl", "entropy", "logprob", "advantage", "value"];
+const SIGNED = new Set(["gap", "log_ratio", "advantage", "value"]);
 const ABOVE = "37, 99, 235";
 const BELOW = "234, 88, 12";
 const AMOUNT = "124, 58, 237";
