@@ -370,7 +370,8 @@ def test_a_sample_whose_reward_failed_has_no_advantage_whatever_stands_in_its_pl
         rewards = np.where(failed, number, REWARDS)
         greedy = np.array([0.75, np.nan]) if name == "remax" else None
         batch, _ = compute_advantages(
-            ROLLOUT, rewards, config, OLD, REFERENCE, None, (), greedy, BASELINES, failed
+            *(ROLLOUT, rewards, config, OLD, REFERENCE, None, (), greedy, BASELINES, failed),
+            values=OLD,
         )
         if batch.token_advantages is not None:
             assert not batch.token_advantages[1].any()
@@ -379,7 +380,7 @@ def test_a_sample_whose_reward_failed_has_no_advantage_whatever_stands_in_its_pl
     of_mean = made(float(REWARDS[[0, 2]].mean()))
     assert of_mean[1] == made(7.0)[1] == 0.0 and any(of_mean)
     assert name != "remax" or of_mean[3:] == [0.0] * 3
-    if name in ("opo", "remax", "rae", "reinforce_plus_plus"):
+    if name in ("opo", "remax", "rae", "reinforce_plus_plus", "gae"):
         assert of_mean == made(7.0)
 
 

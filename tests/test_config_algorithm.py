@@ -265,7 +265,7 @@ def test_a_choice_that_does_not_do_what_its_name_suggests_is_told(
 def test_recipes_and_the_pages_settings_load_without_a_warning_but_that_of_one_update() -> None:
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     recipes = [path.read_text("utf-8") for path in RECIPES.glob("*.yaml")]
-    assert len(blocks) == 1 and len(recipes) > 15
+    assert len(blocks) == 2 and len(recipes) > 15
     for text in blocks + recipes:
         Config.model_validate(yaml.safe_load(text))
         found = told(**yaml.safe_load(text)["rl_config"], num_generations=16).splitlines()

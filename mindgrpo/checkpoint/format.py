@@ -258,7 +258,7 @@ class RunState(ManifestModel):
     has the metrics of `step` where its evaluation is still to be made, and None where the step is finished.
     `unfinished` are groups of partial rollouts that continue in the next step, the oldest first, and `baselines` those
     of rae by role. `solved` are the numbers of rows that are not drawn again. `shapes` are those of micro-batches, by
-    phase. `critic_updates` counts the critic's optimizer steps.
+    phase. `critic_updates` counts the critic's optimizer steps; without a critic, files have no such entry.
     """
 
     step: Count
@@ -276,7 +276,7 @@ class RunState(ManifestModel):
     baselines: dict[str, float] = {}
     solved: list[Count] = []
     shapes: dict[str, StoredShapes] = {}
-    critic_updates: Count = 0
+    critic_updates: Count | None = None
 
 
 class StoredChunk(ManifestModel):
@@ -377,6 +377,8 @@ class Manifest(ManifestModel):
 def write_manifest(manifest: Manifest) -> bytes:
     """Returns the file's content, with a digest of itself."""
     body = manifest.model_dump(mode="json", by_alias=True)
+    if body["state"]["critic_updates"] is None:
+        del body["state"]["critic_updates"]
     return json.dumps({**body, "digest": _digest(body)}, indent=1).encode() + b"\n"
 
 

@@ -137,7 +137,7 @@ class RunCheckpoints:
             prompts=state.position,
             updates=self._roles.policy.updates,
             weights_version=self._roles.policy.version,
-            critic_updates=0 if self._roles.critic is None else self._roles.critic.updates,
+            critic_updates=None if self._roles.critic is None else self._roles.critic.updates,
             best=self._best_with(step),
             open_row=None if row is None else finite_or_null(row)[0],
             unfinished=stored_groups(state.unfinished),

@@ -120,7 +120,7 @@ def _restore(
             roles.policy.updates, roles.policy.version = state.updates, state.weights_version
             roles.policy.masters_changed()
             if roles.critic is not None:
-                roles.critic.updates = state.critic_updates
+                roles.critic.updates = state.critic_updates or 0
                 roles.critic.masters_changed()
             return candidate
         if start.only:

@@ -3,10 +3,10 @@
     python train_classifier.py                 # two minutes on 2 cores; writes output/judge
     python train_classifier.py --output DIR --steps 600
 
-An answer is labelled 1 if it is right and in the right form, 0.5 if it is right without the form, and 0 if it is a guess
-or ends with a wrong number. The model learns labels by the critic's loss: a conversation is the prompt of a token that
-nobody reads, and the value of its last token is its score. Held-out problems are never seen; the share of their pairs is
-printed of which the better answer has the higher score.
+An answer is labelled 1 if it is right and in the right form, 0.5 if it is right without the form, and 0 if it is a
+guess or ends with a wrong number. The model learns labels by the critic's loss: a conversation is the prompt of a token
+that nobody reads, and the value of its last token is its score. Held-out problems are never seen; the share of their
+pairs is printed of which the better answer has the higher score.
 """
 
 from __future__ import annotations
