@@ -14,6 +14,8 @@ PROFILED_STAGES: dict[str, str] = {
     "actor_generate": "rollout",
     "actor_old_log_prob": "old_logps",
     "reference_log_prob": "reference",
+    "critic_values": "values",
+    "critic_update": "update_critic",
     "actor_update": "update",
 }
 for _phase in ("reshard", "score", *PROFILED_STAGES.values(), "sync_reference"):
@@ -37,9 +39,11 @@ class PhaseDeadlines(Section):
     compile: _Seconds = _of_phase("compiling one graph, which does not count in other phases")
     reshard: _Seconds = _of_phase("transferring the weights to the generator")
     rollout: _Seconds = _of_phase("generating completions")
-    score: _Seconds = _of_phase("the reward functions")
+    score: _Seconds = _of_phase("the reward functions and models")
     reference: _Seconds = _of_phase("computing the reference's log-probs")
     old_logps: _Seconds = _of_phase("computing the policy's old log-probs")
+    values: _Seconds = _of_phase("computing the critic's values")
+    update_critic: _Seconds = _of_phase("the critic's updates of a step")
     update: _Seconds = _of_phase("the updates of a step")
     sync_reference: _Seconds = _of_phase("updating the reference model")
     evaluate: _Seconds = _of_phase("one evaluation")

@@ -24,6 +24,8 @@ NAMES = {
     "start": "starting",
     "old_logps": "log-probs",
     "reference": "reference log-probs",
+    "values": "critic's values",
+    "update_critic": "critic's update",
     "close": "closing files",
 }
 # Between the phases of a step.

@@ -37,7 +37,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "update": ("policy", "gradients", "optimizer", "master_weights"),
     "sync_reference": ("policy", "reference", "reference_copy"),
 }
-_REWARD_MODEL = "reward_model "
+_REWARD_MODEL = "reward_model_"
 # Roles that are released after their phase and rebuilt; all others are offloaded to the host.
 REBUILT = frozenset(
     (

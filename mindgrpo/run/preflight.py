@@ -280,7 +280,7 @@ def _read_model(
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
     for beside in plan.forward_roles:
-        if beside.load != config.actor_config.load:
+        if beside is not plan.reference or beside.load != config.actor_config.load:
             check_tensors(beside.load, beside.layout.specs)
     tokenizer = read_tokenizer(config, model)
     if plan.critic is not None:
