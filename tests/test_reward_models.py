@@ -308,3 +308,43 @@ def test_shapes_of_reward_models_are_read_by_their_section(inputs: Path) -> None
     config = config_of(inputs, f"--reward_config.model.load={inputs / 'judge'}")
     (found,) = read_reward_models(config).values()
     assert found.head == "scalar"
+
+
+def test_a_folder_beside_functions_is_a_reward_model_with_its_weight(
+    inputs: Path, tmp_path: Path
+) -> None:
+    from mindgrpo import GRPOConfig, GRPOTrainer
+
+    judge = str(inputs / "judge")
+    rows = [json.loads(line) for line in (inputs / "train.jsonl").read_text().splitlines()]
+    args = GRPOConfig(
+        output_dir=str(tmp_path / "run"),
+        max_steps=1,
+        num_generations=4,
+        generation_batch_size=8,
+        max_completion_length=6,
+        reward_weights=[0.5, 2.0],
+    )
+    trainer = GRPOTrainer(
+        {"generate_config": {"max_prompt_length": 40}, "rl_config": {"seq_length": 64}},
+        model=str(inputs / "model"),
+        reward_funcs=[judge, small_runs.spread],
+        train_dataset=[{"prompt": row["question"], "answer": row["answer"]} for row in rows],
+        args=args,
+    )
+    run = trainer.train()
+    for line in (run / "completions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        judged, own = row["rewards"]["judge"], row["rewards"]["spread"]
+        assert row["reward"] == pytest.approx(0.5 * judged + 2.0 * own, rel=1e-5)
+
+
+def test_an_evaluation_by_itself_scores_with_the_reward_model(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    words = [f"--{key}={value}" for key, value in small_runs.input_keys(inputs).items()]
+    words += [f"--reward_config.model.load={inputs / 'judge'}", f"--output={figures}"]
+    assert main(["eval", "--config", str(inputs / "small.yaml"), *words]) == 0
+    assert "judge" in capsys.readouterr().out
+    assert json.loads(figures.read_text())["figures"]["eval/judge/errors"] == 0
