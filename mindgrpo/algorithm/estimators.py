@@ -200,8 +200,8 @@ class AlgorithmConfig(LossConfig):
     bootstrap_truncated: bool = False
     """gae: count the critic's last value as the value of what would follow a completion that was cut at max_tokens;
     false: nothing follows"""
-    cliprange_value: float | None = Field(0.2, gt=0)
-    """gae: the critic's values move at most so far from those before the step's first update; null: not clipped"""
+    cliprange_value: float = Field(0.2, ge=0)
+    """gae: the critic's values move at most so far from those before the step's first update; 0: not clipped"""
     critic_warmup: int = Field(0, ge=0)
     """gae: number of steps at the start of a run in which the critic is trained alone"""
     distillation_coef: float = Field(0.0, ge=0)

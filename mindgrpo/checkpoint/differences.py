@@ -42,7 +42,9 @@ REPORTED = (
     *("rl_config.seq_length", "rl_config.micro_batch_interleaved"),
     *("ref_config.ref_model_batch_size", "generate_config.max_num_seqs"),
     *("actor_config.recompute_config.", "actor_config.optimizer.opt_offload"),
-    "actor_config.enable_parallel_optimizer",
+    *("critic_config.recompute_config.", "critic_config.optimizer.opt_offload"),
+    *("actor_config.enable_parallel_optimizer", "critic_config.enable_parallel_optimizer"),
+    *("reward_config.model.batch_size", "reward_config.model.name"),
 )
 # What a held-out score depends on, beside the weights.
 SCORED = (

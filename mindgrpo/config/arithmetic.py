@@ -143,11 +143,15 @@ def validate_world(config: Config, world_size: int, works: Works = lambda _: Tru
     wrong = []
     rewards = config.reward_config
     beside = [("ref_config", config.ref_config.parallel_config)]
-    beside += [("critic_config", config.critic_config.parallel_config)] * config.has_critic
     beside += [(key, own.parallel_config) for key, own in rewards.models_by_key.items()]
     for role, parallel, most in (
         ("actor_config", config.actor_config.parallel_config, _AXES),
         ("generate_config", config.generate_config.parallel_config, _AXES[:2]),
+        (
+            "critic_config",
+            config.critic_config.parallel_config if config.has_critic else None,
+            _AXES,
+        ),
         *((role, parallel, _AXES) for role, parallel in beside),
     ):
         if parallel is None:

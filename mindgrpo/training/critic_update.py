@@ -43,22 +43,20 @@ def update_critic(
     """
     mesh, rank = critic.weights.layout.mesh, critic.backend.rank
     weights = _weights(batch, members)
-    own: dict[int, np.ndarray] = {}
-    padding = 0.0
-    if mesh.holds(rank):
-        share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
-        shape = critic.shapes.choose(packed, mesh.dp, members)
-        micro_batches = packed.micro_batches(shape, mesh.dp, share, members, part)
-        inputs = [_loss_inputs(micro, batch, weights) for micro in micro_batches]
-        results = critic.accumulate(micro_batches, inputs, has_old=True)
-        found = by_sample(micro_batches, results, critic.shard.context_group)
-        if mesh.group(rank, ("cp", "tp"))[0] == rank:
-            own = {i: pair[0] for i, pair in found.items()}
-        num_tokens = len(micro_batches) * shape.tokens * mesh.dp * mesh.cp
-        padding = padding_share(packed.rows(shape, members), num_tokens)
+    share, part = (mesh.index(rank, axis) for axis in ("dp", "cp"))
+    shape = critic.shapes.choose(packed, mesh.dp, members)
+    micro_batches = packed.micro_batches(shape, mesh.dp, share, members, part)
+    inputs = [_loss_inputs(micro, batch, weights) for micro in micro_batches]
+    results = critic.accumulate(micro_batches, inputs, has_old=True)
+    own = by_sample(micro_batches, results, critic.shard.context_group)
+    # Ranks of one cp and tp group have the same results: the first reports them.
+    if mesh.group(rank, ("cp", "tp"))[0] != rank:
+        own = {}
+    num_tokens = len(micro_batches) * shape.tokens * mesh.dp * mesh.cp
+    padding = padding_share(packed.rows(shape, members), num_tokens)
     values: dict[int, np.ndarray] = {}
     for of_rank in critic.backend.world.gather_objects(own):
-        values |= of_rank
+        values |= {i: pair[0] for i, pair in of_rank.items()}
     norm = critic.gradient_norm()
     report = _report(critic, batch, values, members, norm, padding)
     refuse_non_finite(critic, values, report.loss, norm)
@@ -108,7 +106,9 @@ def _report(
         return np.concatenate([*(arrays[i][masks[i]] for i in order), np.zeros(0)])
 
     values, old, returns = tokens(found), tokens(batch.values), tokens(batch.returns)
-    terms, clipped = value_loss(values, old, returns, critic.settings.loss_config.cliprange_value)
+    terms, clipped = value_loss(
+        values, old, returns, critic.settings.loss_config.cliprange_value or None
+    )
     count = max(1, values.size)
     return CriticReport(
         loss=float(terms.sum() / count),

@@ -192,7 +192,7 @@ class Policy(TrainedWeights):
                 config = self.settings.loss_config
                 loss: Any = PolicyLoss(config, has_old, shard.context_group)
                 if shard.config.head == "scalar":
-                    loss = ValueLoss(config.cliprange_value)
+                    loss = ValueLoss(config.cliprange_value or None)
                 cell = LossStep(chunk.net, shard.layers, shard.head_key, loss, trained)
             shard.restore_names()
             self.gradients.restore_names()

@@ -122,7 +122,7 @@ def main() -> None:
     values = {
         "actor_config.load": directory,
         "rl_config.advantage_estimator": "gae",
-        "rl_config.cliprange_value": None,
+        "rl_config.cliprange_value": 0,
         "rl_config.seq_length": 512,
         "rl_config.prompts_per_step": ANSWERS_A_STEP,
         "generate_config.max_prompt_length": 80,
