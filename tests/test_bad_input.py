@@ -310,7 +310,7 @@ def test_a_check_and_doctor_read_the_memory_that_is_watched(
     example = ROOT / "examples/grpo/tiny_arithmetic/grpo_config.yaml"
     monkeypatch.chdir(ROOT)
     config = load_config(example).config
-    found = capacity.memory(plan_run(config, read_config(config.actor_config.load), 8, None), 8)
+    found = capacity.memory(plan_run(config, read_config(config.actor_config.load), 8), 8)
     assert found.level == "error" and "has 4.0 MiB, 1.0 MiB of it free" in found.what
     said = [str(finding) for finding in doctor._capacity()]
     assert [line for line in said if "memory 4.0 MiB, 1.0 MiB available" in line], said
