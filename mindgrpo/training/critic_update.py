@@ -92,7 +92,7 @@ def _loss_inputs(micro: MicroBatch, batch: TrainBatch, weights: np.ndarray) -> L
 def _report(
     critic: Policy,
     batch: TrainBatch,
-    found: dict[int, np.ndarray],
+    predicted: dict[int, np.ndarray],
     members: Sequence[int],
     norm: float,
     padding: float,
@@ -100,12 +100,12 @@ def _report(
     """Recomputes the loss in float64, in the order of samples, so that it does not depend on the layout."""
     assert batch.values is not None and batch.returns is not None
     masks, weights = batch.rollout.action_mask, _weights(batch, members)
-    order = [i for i in sorted(found) if weights[i] > 0]
+    order = [i for i in sorted(predicted) if weights[i] > 0]
 
     def tokens(arrays: dict[int, np.ndarray] | Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate([*(arrays[i][masks[i]] for i in order), np.zeros(0)])
 
-    values, old, returns = tokens(found), tokens(batch.values), tokens(batch.returns)
+    values, old, returns = tokens(predicted), tokens(batch.values), tokens(batch.returns)
     terms, clipped = value_loss(
         values, old, returns, critic.settings.loss_config.cliprange_value or None
     )
