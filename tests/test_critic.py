@@ -5,6 +5,7 @@ Several ranks and layouts are in test_distributed.py. Does not prove that a crit
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -283,6 +284,12 @@ def test_a_run_trains_a_critic_and_exports_it_as_a_classifier(whole: Path) -> No
         assert {"time/values", "time/update_critic"} <= row.keys()
     exported = read_config(whole / "critic")
     assert exported.head == "scalar" and exported.raw["id2label"] == {"0": "LABEL_0"}
+    values = [
+        np.frombuffer(base64.b64decode(json.loads(line)["value"]), "<f2")
+        for line in (whole / "per_token.jsonl").read_text().splitlines()
+    ]
+    # At first they are 0.
+    assert not values[0].any() and any(own.any() for own in values)
     head = open_weights(whole / "critic").read("score.weight")
     assert head.shape == (1, exported.hidden_size) and head.any()
 

@@ -120,17 +120,18 @@ def test_what_is_about_rewards_is_refused_where_none_are_earned(
 def test_a_teacher_that_reads_other_tokens_is_refused(teacher: Path) -> None:
     config, model = config_of(teacher), read_config(MODEL)
     tokenizer = read_tokenizer(config, model)
-    check_vocabulary(config, tokenizer, model)
+    named = "ref_config.load", str(teacher), tokenizer
+    check_vocabulary(*named, model)
     change(teacher, "config.json", vocab_size=tokenizer.vocab_size - 1)
     with pytest.raises(UserError, match=r"knows \d+ tokens .*name a model with the same tokenizer"):
-        check_vocabulary(config, tokenizer, read_config(teacher))
+        check_vocabulary(*named, read_config(teacher))
     words = json.loads((teacher / "tokenizer.json").read_text("utf-8"))
     vocabulary = words["model"]["vocab"]
     first, second = sorted(vocabulary)[:2]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     change(teacher, "tokenizer.json", **words)
     with pytest.raises(UserError, match="another tokenizer than the policy: token "):
-        check_vocabulary(config, tokenizer, model)
+        check_vocabulary(*named, model)
 
 
 def test_a_model_config_of_the_reference_is_compared_with_the_teachers_shapes(

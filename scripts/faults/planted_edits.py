@@ -296,8 +296,8 @@ FAULTS = (
     Fault(
         "moments-are-given-up-between-phases",
         "mindgrpo/memory/residency.py",
-        'REBUILT = frozenset(("gradients", "generator",',
-        'REBUILT = frozenset(("gradients", "optimizer", "generator",',
+        '*("gradients", "critic_gradients", "generator", "kv_cache"),',
+        '*("gradients", "optimizer", "generator", "kv_cache"),',
         "each step's updates begin with moments of 0",
     ),
     Fault(
