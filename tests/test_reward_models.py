@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -348,3 +350,16 @@ def test_an_evaluation_by_itself_scores_with_the_reward_model(
     assert main(["eval", "--config", str(inputs / "small.yaml"), *words]) == 0
     assert "judge" in capsys.readouterr().out
     assert json.loads(figures.read_text())["figures"]["eval/judge/errors"] == 0
+
+
+def test_the_examples_classifier_is_a_reward_model_for_the_example(tmp_path: Path) -> None:
+    example = small_runs.EXAMPLE.parent / "reward_model"
+    program = [sys.executable, str(example / "train_classifier.py"), "--steps", "1"]
+    shown = subprocess.run(
+        [*program, "--output", str(tmp_path / "judge")], capture_output=True, text=True, check=True
+    ).stdout
+    assert "pairs in the right order before: 0.000" in shown
+    words = [f"--reward_config.model.load={tmp_path / 'judge'}"]
+    config = load_config(example / "grpo_config.yaml", words).config
+    (shapes,) = read_reward_models(config).values()
+    check_tensors(tmp_path / "judge", parameter_specs(shapes))

@@ -24,6 +24,17 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_code_isolation": (),
     "test_code_reward": (),
     "test_config_algorithm": (),
+    "test_critic": (
+        *(
+            "differences",
+            "returns_minus_values",
+            "last_tokens",
+            "whitening",
+            "verls",
+            "lambda_follows",
+        ),
+        *("neither_policy", "those_of_numpy", "where_there_is_none", "bits_of_one"),
+    ),
     "test_data_prompts": (),
     # Every axis of the mesh, sequence parallelism, ZeRO-1, recomputation, and generators in another layout.
     "test_distributed": (
@@ -68,6 +79,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "test_reward_pool": (),
     "test_roles": (),
     "test_route_exchange": (),
+    "test_reward_models": (
+        *("classifiers[qwen2]", "one_label", "other_trainers", "no_policy", "takes_the_place"),
+        *("rendered", "follow_each_other", "as_the_key_says", "section", "beside_a_function"),
+    ),
     "test_sampling": ("[plain-plain]", "[plain-greedy]", "[plain-top_k_and_top_p]"),
     "test_schedule": (),
     "test_score_verb": ("of_all_steps",),

@@ -20,6 +20,8 @@ from mindgrpo.user_code import PACKAGE, nearest
 # In a wheel, where setup.py puts the files, and in a clone.
 SOURCES = (PACKAGE / "shipped", PACKAGE.parent)
 RECIPES, CONFIG, MAKE_MODEL = "examples/recipes", "grpo_config.yaml", "make_model.py"
+# Makes the reward model of an example.
+TRAIN_CLASSIFIER = "train_classifier.py"
 # Of values that have to be set, and what the printed command says in their place.
 PLACEHOLDER = "/path/"
 WORDS = {"actor_config.load": "MODEL", "rl_config.dataset_file": "DATA"}
@@ -122,4 +124,6 @@ def command(folder: Path, source: Path) -> str:
     maker = Path(config.actor_config.load).with_name(MAKE_MODEL)
     if maker.exists() and not Path(config.actor_config.load).exists():
         steps[:0] = ["pip install 'mindgrpo[smollm2]'", f"python {maker}"]
+    if (source / folder / TRAIN_CLASSIFIER).exists():
+        steps[:0] = [f"python {folder / TRAIN_CLASSIFIER}"]
     return " && ".join(steps)

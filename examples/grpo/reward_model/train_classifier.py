@@ -12,38 +12,47 @@ pairs is printed of which the better answer has the higher score.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-TINY = HERE.parent / "tiny_arithmetic"
-sys.path[:0] = [str(TINY)]
+from mindgrpo.algorithm.packing import PackedRollout
+from mindgrpo.algorithm.sample import LENGTH, Rollout, TrainBatch
+from mindgrpo.backend.connect import connect
+from mindgrpo.config import config_with
+from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
+from mindgrpo.grpo.build import make_policy, runtime_settings
+from mindgrpo.grpo.inputs import sampling_params
+from mindgrpo.memory.residency import Residency
+from mindgrpo.models.decoder_config import read_config
+from mindgrpo.models.pipeline import compute_log_probs
+from mindgrpo.plan.run_plan import plan_run
+from mindgrpo.run.model_export import export_policy
+from mindgrpo.training.critic_update import update_critic
+from mindgrpo.training.policy import Policy
+from mindgrpo.weight_sync.transfer import load_once
 
-from make_data import Problem, careful, guessed, make_splits, sample_problem, unformatted  # noqa: E402
-
-from mindgrpo.algorithm.packing import PackedRollout  # noqa: E402
-from mindgrpo.algorithm.sample import LENGTH, Rollout, TrainBatch  # noqa: E402
-from mindgrpo.backend.connect import connect  # noqa: E402
-from mindgrpo.config import config_with  # noqa: E402
-from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
-from mindgrpo.grpo.build import make_policy, runtime_settings  # noqa: E402
-from mindgrpo.grpo.inputs import sampling_params  # noqa: E402
-from mindgrpo.memory.residency import Residency  # noqa: E402
-from mindgrpo.models.decoder_config import read_config  # noqa: E402
-from mindgrpo.models.pipeline import compute_log_probs  # noqa: E402
-from mindgrpo.plan.run_plan import plan_run  # noqa: E402
-from mindgrpo.run.model_export import export_policy  # noqa: E402
-from mindgrpo.training.critic_update import update_critic  # noqa: E402
-from mindgrpo.training.policy import Policy  # noqa: E402
-from mindgrpo.weight_sync.transfer import load_once  # noqa: E402
-
+TINY = Path(__file__).resolve().parent.parent / "tiny_arithmetic"
 ANSWERS_A_STEP, LR = 64, 1e-3
+LARGEST = 29
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row of the example's data: its question, such as 6+8=14 and 14-12=2 the work, and the result."""
+
+    question: str
+    steps: tuple[str, ...]
+    result: int
+
+    @property
+    def work(self) -> str:
+        return f"<think>{', '.join(self.steps)}</think>"
 
 
 @dataclass(frozen=True)
@@ -53,22 +62,23 @@ class Labelled:
     label: float
 
 
-def wrong(problem: Problem, rng: random.Random) -> str:
-    """Returns careful work whose last number, in the work and as the answer, is another one."""
-    right = str(problem.result)
-    other = str(rng.choice([n for n in range(30) if str(n) != right]))
-    text = careful(problem, rng)
-    start = text.rindex("=") + 1
-    return text[:start] + text[start:].replace(right, other)
+def read_problems(name: str) -> list[Problem]:
+    rows = map(json.loads, (TINY / name).read_text(encoding="utf-8").splitlines())
+    lines = [(row["question"], row["answer"].splitlines()) for row in rows]
+    return [Problem(text, tuple(own[:-1]), int(own[-1].split()[-1])) for text, own in lines]
 
 
 def answers(problem: Problem, rng: random.Random) -> list[Labelled]:
     """Returns answers to a problem, the best one first."""
+    result = problem.result
+    misses = [n for n in (result + off for off in (-10, -2, -1, 1, 2, 10)) if 0 <= n <= LARGEST]
+    other = rng.choice([n for n in range(LARGEST + 1) if n != result])
+    mistaken = problem.work.replace(f"={result}</think>", f"={other}</think>")
     made = [
-        (careful(problem, rng), 1.0),
-        (unformatted(problem, rng), 0.5),
-        (guessed(problem, rng), 0.0),
-        (wrong(problem, rng), 0.0),
+        (f"{problem.work}<answer>{result}</answer>", 1.0),
+        (f"{problem.work}{result}", 0.5),
+        (f"I guess {rng.choice(misses)}", 0.0),
+        (f"{mistaken}<answer>{other}</answer>", 0.0),
     ]
     return [Labelled(problem.question, text, label) for text, label in made]
 
@@ -140,11 +150,11 @@ def main() -> None:
     residency.activate("update_critic")
     load_once(model.masters, directory, backend, may_lack_score=True)
     model.masters_changed()
-    _, heldout = make_splits()
-    keep_out, rng = {problem.key for problem in heldout}, random.Random(given.seed)
+    training, heldout = read_problems("train.jsonl"), read_problems("heldout.jsonl")
+    rng = random.Random(given.seed)
     print(f"pairs in the right order before: {pair_accuracy(model, heldout, tokenizer):.3f}")
     for step in range(given.steps):
-        problems = [sample_problem(rng, keep_out) for _ in range(ANSWERS_A_STEP // 4)]
+        problems = rng.sample(training, ANSWERS_A_STEP // 4)
         batch = batch_of([row for problem in problems for row in answers(problem, rng)], tokenizer)
         lr = LR * min(1.0, (step + 1) / 20) * (1.0 - step / given.steps)
         packed = PackedRollout(batch.rollout)
