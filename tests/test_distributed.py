@@ -458,7 +458,8 @@ def test_a_critic_learns_the_same_values_in_every_layout(
     for rank in launch(case.world)[1]:
         found = rank["critics"][case.name]
         for name, expected in alone.items():
-            np.testing.assert_allclose(found[name], expected, rtol=2e-5, atol=2e-5)
+            bound = 2e-5 if case.dtype == "float32" else 2e-2
+            np.testing.assert_allclose(found[name], expected, rtol=bound, atol=bound)
 
 
 def test_what_a_sharded_optimizer_saves_goes_on_bit_for_bit_over_other_replicas_and_whole(

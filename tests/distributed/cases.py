@@ -505,10 +505,12 @@ class CriticCase:
     splits: bool = False
     chunks: int = 1
     shards_optimizer: bool = False
+    dtype: Any = "float32"
+    backend: str = "shared_memory"
 
     @property
     def world(self) -> tuple[int, str]:
-        return prod(self.mesh), "shared_memory"
+        return prod(self.mesh), self.backend
 
 
 CRITIC_MODEL = CHUNKED
@@ -517,6 +519,13 @@ CRITICS = (
     CriticCase("dp2 mp2 pp2", (2, 2, 2, 1), splits=True, chunks=2, shards_optimizer=True),
     CriticCase("mp2 pp2 cp2", (1, 2, 2, 2), splits=True),
     CriticCase("dp2 mp4", (2, 4, 1, 1), shards_optimizer=True),
+    CriticCase(
+        "dp2 mp2 float16",
+        (2, 2, 1, 1),
+        shards_optimizer=True,
+        dtype="float16",
+        backend="device",
+    ),
 )
 
 

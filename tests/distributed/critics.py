@@ -39,10 +39,11 @@ def batch_of(values: list[np.ndarray] | None = None) -> TrainBatch:
 
 def critic_updates(backend: Backend) -> dict[str, Any]:
     """By layout of this world: reports of updates, and values before and after them."""
+    kind = "shared_memory" if backend.shares_memory else "device"
     return {
         case.name: _updates(backend, case)
         for case in c.CRITICS
-        if case.world == (backend.world_size, "shared_memory")
+        if case.world == (backend.world_size, kind)
     }
 
 
@@ -60,7 +61,9 @@ def _updates(backend: Backend, case: c.CriticCase) -> dict[str, Any]:
         max_grad_norm=1.0,
         adamw=AdamWSettings(0.9, 0.95, 1e-8, 0.0),
         shards_optimizer=case.shards_optimizer,
+        loss_scale=1.0 if case.dtype == "float32" else 256.0,
     )
+    own, backend.compute_dtype = backend.compute_dtype, case.dtype
     critic = Policy(config, layout, backend, settings, role="critic")
     for pools in (*critic.pools.values(), *critic.host_pools.values()):
         for pool in pools:
@@ -72,6 +75,7 @@ def _updates(backend: Backend, case: c.CriticCase) -> dict[str, Any]:
     batch = batch_of(before)
     reports = [update_critic(critic, batch, packed, range(8), 0.001) for _ in range(UPDATES)]
     after = compute_log_probs(critic.pipeline, mesh, backend, packed)
+    backend.compute_dtype = own
     return {
         "losses": [report.loss for report in reports],
         "norms": [report.grad_norm for report in reports],
