@@ -202,7 +202,8 @@ def square_sums(rng: np.random.Generator) -> KernelCall:
 
 
 def spans_of(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """positions [rows, length] and spans [rows, length, 3]: groups that share a prompt, then tokens of their own."""
+    """positions [rows, length] and spans [rows, length, 3]: groups that share a prompt, then tokens of their own; and
+    runs without a causal mask."""
     positions = np.zeros((rows, length), np.int32)
     spans = np.zeros((rows, length, 3), np.int32)
     spans[:, :, 2] = np.arange(length)
@@ -215,6 +216,11 @@ def spans_of(rng: np.random.Generator, rows: int, length: int) -> tuple[np.ndarr
                 prefix = (start, prompt) if index else (0, 0)
                 spans[row, run] = (*prefix, at)
                 positions[row, run] = prefix[1] + np.arange(run.stop - run.start)
+                at = run.stop
+            if rng.random() < 0.3 and at < length:
+                run = slice(at, min(length, at + size(rng, 40)))
+                spans[row, run] = (at, run.stop - at, at)
+                positions[row, run] = rng.integers(0, 40, run.stop - at)
                 at = run.stop
     return positions, spans
 

@@ -6,6 +6,7 @@ Does not prove that either is right: test_golden_models.py holds whole models to
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -17,6 +18,7 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native.kernels import NativeKernels
 from mindgrpo.backend.kernels.native.library import library_path
 from mindgrpo.backend.kernels.shapes import Heads, Vocabulary
+from mindgrpo.doctor.probes.kernel_cases import AttentionOfRows
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.rotary import rotary_table
 
@@ -120,26 +122,45 @@ def ragged_rows(seed: int, rows: int = 2, length: int = 70) -> tuple[np.ndarray,
 def test_attention_agrees_on_shared_prompts_runs_and_padding(heads: Heads, seed: int) -> None:
     positions, spans = ragged_rows(seed)
     rotary = rotary_table(config(heads.dim), 80)
+    inputs = attention_inputs(heads, seed, positions, spans)
+    results = both(partial(AttentionOfRows, heads=heads, rotary=rotary), inputs)
+    assert_same(results, 3e-5)
+    # With angles in the place of positions, the same numbers.
+    inputs[4] = rotary[positions]
+    of_angles = both(partial(AttentionOfRows, heads=heads, rotary=None), inputs)
+    for (outs, gradients), (others, other_gradients) in zip(results, of_angles, strict=True):
+        for one, other in zip([*outs, *gradients[:4]], [*others, *other_gradients[:4]], strict=True):
+            np.testing.assert_array_equal(one, other)
 
-    class Whole(nn.Cell):
-        def __init__(self, kernels: Kernels) -> None:
-            super().__init__()
-            self.places, self.attention = (
-                kernels.rope_and_mask(rotary),
-                kernels.attention(heads, rotary),
-            )
 
-        def construct(
-            self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
-        ) -> Any:
-            one, other = self.places(positions, spans)
-            return self.attention(qkv, bias, q_norm, k_norm, one, other)
-
+def attention_inputs(
+    heads: Heads, seed: int, positions: np.ndarray, spans: np.ndarray
+) -> list[np.ndarray]:
     nothing = np.zeros(1, np.float32)
     bias = floats(heads.width) if heads.has_bias else nothing
     norms = [floats(heads.dim, seed=i) if heads.norm_eps else nothing for i in (1, 2)]
-    inputs = [floats(positions.size, heads.width, seed=seed), bias, *norms, positions, spans]
-    assert_same(both(Whole, inputs), 3e-5)
+    return [floats(positions.size, heads.width, seed=seed), bias, *norms, positions, spans]
+
+
+def test_runs_that_are_their_own_prefix_see_all_of_themselves() -> None:
+    """Windows of an image, beside runs with a causal mask; and the answer does not depend on the other runs."""
+    heads, lengths = HEADS[0], (5, 33, 1, 16, 9)
+    spans, causal = np.zeros((1, 64, 3), np.int32), np.zeros((1, 64, 3), np.int32)
+    ends = np.cumsum(lengths)
+    for length, end in zip(lengths, ends, strict=True):
+        spans[0, end - length : end] = (end - length, length, end - length)
+        causal[0, end - length : end] = (0, 0, end - length)
+    positions = np.arange(64, dtype=np.int32)[None]
+    made = partial(AttentionOfRows, heads=heads, rotary=rotary_table(config(heads.dim), 80))
+    inputs = attention_inputs(heads, 0, positions, spans)
+    results = both(made, inputs)
+    assert_same(results, 3e-5)
+    # A run's last token sees as much with a mask as without, and the first only itself.
+    inputs[5] = causal
+    masked = both(made, inputs)[0][0][0]
+    whole = results[0][0][0]
+    np.testing.assert_allclose(masked[ends - 1], whole[ends - 1], atol=1e-6)
+    assert np.abs(masked - whole)[0].max() > 0.01
 
 
 @pytest.mark.parametrize("real", [50, 41, 0])
@@ -174,7 +195,7 @@ def test_a_span_that_reaches_into_another_cluster_is_refused() -> None:
     nothing = Tensor([0.0], ms.float32)
     positions = Tensor(np.arange(8, dtype=np.int32)[None])
     with pytest.raises(RuntimeError):
-        kernels.attention(heads, rotary)(
+        AttentionOfRows(kernels, heads, rotary)(
             Tensor(floats(8, heads.width)), nothing, nothing, nothing, positions, Tensor(spans)
         ).asnumpy()
 

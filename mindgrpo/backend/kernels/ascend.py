@@ -130,12 +130,12 @@ class ContextHidden(ContextMask):
 class RopeOfOneRun(SeenTokens):
     """(positions [R, T], spans) -> hidden bool [TRIANGLE, TRIANGLE] for any length, angles float32 [R, T, 2 D]."""
 
-    def __init__(self, rotary: np.ndarray) -> None:
+    def __init__(self, rotary: np.ndarray | None) -> None:
         super().__init__(rotary)
         self.triangle = Tensor(np.triu(np.ones((TRIANGLE, TRIANGLE), bool), 1))
 
     def construct(self, positions: Any, spans: Any) -> Any:
-        return self.triangle, ops.gather(self.rotary, positions, 0)
+        return self.triangle, self.angles(positions).reshape(*spans.shape[:2], -1)
 
 
 class _FusedAttention(HeadAttention):
@@ -418,18 +418,20 @@ class AscendKernels(Kernels):
     def largest(self, count: int) -> nn.Cell:
         return _Largest(count)
 
-    def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
+    def rope_and_mask(self, rotary: np.ndarray | None, is_causal: bool = False) -> nn.Cell:
         if self._dtype is None:
             return super().rope_and_mask(rotary)
         return RopeOfOneRun(rotary) if is_causal else RopeAndHidden(rotary)
 
-    def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
+    def attention(
+        self, heads: Heads, rotary: np.ndarray | None, is_causal: bool = False
+    ) -> nn.Cell:
         if self._dtype is None:
             return super().attention(heads, rotary)
         made = FlashCausalAttention if is_causal else FlashPackedAttention
         return made(heads, self._ops, self._dtype)
 
-    def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
+    def context_inputs(self, rotary: np.ndarray | None, index: int) -> nn.Cell:
         if self._dtype is None:
             return super().context_inputs(rotary, index)
         return ContextHidden(rotary, index)
@@ -437,7 +439,7 @@ class AscendKernels(Kernels):
     def context_attention(
         self,
         heads: Heads,
-        rotary: np.ndarray,
+        rotary: np.ndarray | None,
         index: int,
         gather: nn.Cell,
         scatter: nn.Cell,

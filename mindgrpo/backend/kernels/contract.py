@@ -191,19 +191,23 @@ class Kernels:
         """Makes a cell: (picks int32 [M], x [N, H]) -> rows [M, H], zeros for -1; sums the gradient of x in float32."""
         return mindspore_ops.Pick()
 
-    def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
-        """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3]) -> the two last inputs of every `attention`.
+    def rope_and_mask(self, rotary: np.ndarray | None, is_causal: bool = False) -> nn.Cell:
+        """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3]) -> the last inputs of every `attention`.
 
         A span is (first column of a shared prefix, its length, first column of the token's own run): a token attends to
         the prefix, and to its run up to itself. A run comes after its prefix, with only runs of the same prefix in
-        between. `rotary` float32 [positions, 2 D] holds cosines, then sines. `is_causal` promises that each row is a
-        single run from column 0 followed by padding, so that kernels may ignore spans.
+        between. A run that is its own prefix attends to all of itself, without a causal mask. `rotary` float32
+        [positions, 2 D] holds cosines, then sines; if it is None, the cell takes the tokens' rows of such a table,
+        float32 [R, T, 2 D], in place of positions. `is_causal` promises that each row is a single run from column 0
+        followed by padding, so that kernels may ignore spans.
         """
         return mindspore_attention.RopeAndMask(rotary)
 
-    def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
+    def attention(
+        self, heads: Heads, rotary: np.ndarray | None, is_causal: bool = False
+    ) -> nn.Cell:
         """Makes an attention cell for packed rows: (qkv [N, heads.width], bias, q_norm, k_norm, *outputs of
-        `rope_and_mask` with the same `is_causal`) -> [N, queries D].
+        `rope_and_mask` with the same `rotary` and `is_causal`) -> [N, queries D].
 
         Adds `bias` [heads.width], normalizes queries and keys with weights `q_norm` and `k_norm` [D], applies rotary
         embeddings and attends (arXiv:1706.03762, section 3.2.1). `bias` and norms are any tensors [1] if `heads` has
@@ -211,7 +215,7 @@ class Kernels:
         """
         return mindspore_attention.PlainPackedAttention(heads)
 
-    def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
+    def context_inputs(self, rotary: np.ndarray | None, index: int) -> nn.Cell:
         """Makes a cell: (positions int32 [R, T], spans int32 [R, T, 3], columns int32 [G, R, T / G]) -> inputs of
         every `context_attention`.
 
@@ -224,7 +228,7 @@ class Kernels:
     def context_attention(
         self,
         heads: Heads,
-        rotary: np.ndarray,
+        rotary: np.ndarray | None,
         index: int,
         gather: nn.Cell,
         scatter: nn.Cell,

@@ -19,11 +19,16 @@ from mindgrpo.backend.kernels.shapes import NEVER, Heads
 
 
 class SeenTokens(nn.Cell):
-    """Base class of cells that make masks from spans, and angles from positions; `rotary` float32 [positions, 2 D]."""
+    """Base class of cells that make masks from spans, and angles from positions; `rotary` float32 [positions, 2 D].
 
-    def __init__(self, rotary: np.ndarray) -> None:
+    Without `rotary`, angles float32 [R, T, 2 D] take the place of positions.
+    """
+
+    def __init__(self, rotary: np.ndarray | None) -> None:
         super().__init__()
-        self.rotary = Tensor(rotary)
+        self.has_table = rotary is not None
+        if rotary is not None:
+            self.rotary = Tensor(rotary)
         # A constant that is longer than any row; a range in the graph would take half a second to compile.
         self.order = Tensor(np.arange(1 << 16, dtype=np.int32))
         self.slice = ops.StridedSlice()
@@ -52,7 +57,10 @@ class SeenTokens(nn.Cell):
         return ops.expand_dims((ops.cast(seen, ms.float32) - 1.0) * -NEVER, 1)
 
     def angles(self, positions: Any) -> Any:
-        return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
+        """Returns the angles float32 [N, 1, 2 D] of positions [...], or of angles [..., 2 D] without a table."""
+        if self.has_table:
+            return ops.expand_dims(ops.gather(self.rotary, positions.reshape(-1), 0), 1)
+        return positions.reshape(-1, 1, positions.shape[-1])
 
 
 class RopeAndMask(SeenTokens):
@@ -74,7 +82,7 @@ class ContextMask(SeenTokens):
     Both are of this rank's tokens; the last dim of the mask concatenates the columns of all ranks.
     """
 
-    def __init__(self, rotary: np.ndarray, index: int) -> None:
+    def __init__(self, rotary: np.ndarray | None, index: int) -> None:
         super().__init__(rotary)
         self.index = index
 
@@ -83,14 +91,14 @@ class ContextMask(SeenTokens):
         return self.mask(seen), self.angles(own_positions)
 
     def own(self, positions: Any, spans: Any, columns: Any) -> Any:
-        """Returns bool [R, L, T], as `seen` does, and the positions [n] of this rank's tokens."""
-        rows, length = positions.shape
+        """Returns bool [R, L, T], as `seen` does, and the positions [n], or angles [n, 2 D], of this rank's tokens."""
+        rows, length, _ = spans.shape
         own = columns[self.index]
         places = (own + self.first(rows).reshape(-1, 1) * length).reshape(-1)
         own_spans = ops.gather(spans.reshape(-1, 3), places, 0).reshape(rows, -1, 3)
         others = columns.transpose(1, 0, 2).reshape(rows, 1, length)
         seen = self.seen(own_spans, ops.expand_dims(own, 2), others)
-        return seen, ops.gather(positions.reshape(-1), places, 0)
+        return seen, ops.gather(positions.reshape(rows * length, *positions.shape[2:]), places, 0)
 
 
 class HeadAttention(nn.Cell):

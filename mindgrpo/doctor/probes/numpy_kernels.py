@@ -168,17 +168,19 @@ class NumpyKernels(Kernels):
 
     exact_embedding = embedding
 
-    def rope_and_mask(self, rotary: Array, is_causal: bool = False) -> Any:
+    def rope_and_mask(self, rotary: Array | None, is_causal: bool = False) -> Any:
         def rope_and_mask(positions: Array, spans: Array) -> tuple[Array, Array]:
             prefix, count, start = np.split(spans, 3, 2)
             column = np.arange(spans.shape[1])
             seen = (column >= prefix) & (column < prefix + count)
             seen |= (column >= start) & (column <= column[:, None])
+            if rotary is None:
+                return np.where(seen, 0.0, NEVER), positions.reshape(-1, 1, positions.shape[2])
             return np.where(seen, 0.0, NEVER), rotary[positions.reshape(-1), None]
 
         return rope_and_mask
 
-    def attention(self, heads: Heads, rotary: Array, is_causal: bool = False) -> Any:
+    def attention(self, heads: Heads, rotary: Array | None, is_causal: bool = False) -> Any:
         def attention(*inputs: Array) -> Array:
             *own, mask, angles = inputs
             q, k, v = (_by_head(x, len(mask)) for x in _split(heads, *own, angles))

@@ -2,8 +2,9 @@
  *
  * A token's span (prefix, length, start) lets it see `length` tokens from `prefix` and its own run from `start` up to
  * itself. A cluster is a run without prefix and the runs after it that have it as theirs; clusters see nothing of each
- * other, so work and memory follow the samples' lengths, not the row's. Attention as in arXiv:1706.03762, section
- * 3.2.1; the backward from the stored log-sum-exp as in arXiv:2205.14135, appendix B.4.
+ * other, so work and memory follow the samples' lengths, not the row's. A run that is its own prefix is a cluster by
+ * itself, and its tokens see all of it. Attention as in arXiv:1706.03762, section 3.2.1; the backward from the stored
+ * log-sum-exp as in arXiv:2205.14135, appendix B.4.
  *
  * With context parallelism a rank has the queries of its own tokens and the keys and values of all, in the order in which
  * they were gathered. A query's sums are those of the whole row in the same order.
@@ -20,6 +21,7 @@ enum { BLOCK = 16, SLACK = 2 * VEC };
 /* Tokens [begin, end); among the rank's own tokens, [own_begin, own_end). */
 typedef struct {
     int64_t begin, end, prefix, prefix_length, own_begin, own_end;
+    int is_whole;
 } Run;
 
 typedef struct {
@@ -149,11 +151,13 @@ static int find_clusters(const Call *call, Task *t) {
         const int32_t *span = t->spans + 3 * i;
         int64_t base = i / t->length * t->length, start = base + span[2], prefix = base + span[0];
         if (!i || run->begin != start || start == i) {
-            if (start != i || span[1] < 0 || (span[1] && (!i || prefix < cluster->begin || prefix + span[1] > i)))
+            int is_whole = span[1] && prefix == start, has_prefix = span[1] && !is_whole;
+            if (start != i || span[1] < 0 || (has_prefix && (!i || prefix < cluster->begin || prefix + span[1] > i)) ||
+                (is_whole && i - base + span[1] > t->length))
                 return refuse(call, "span (%d, %d, %d) of token %ld is not of its cluster", span[0], span[1], span[2],
                               i);
-            *++run = (Run){i, i, span[1] ? prefix : i, span[1], own, own};
-            if (!span[1]) *++cluster = (Cluster){run - t->runs, 0, i, i, 0};
+            *++run = (Run){i, i, has_prefix ? prefix : i, has_prefix ? span[1] : 0, own, own, is_whole};
+            if (!has_prefix) *++cluster = (Cluster){run - t->runs, 0, i, i, 0};
         }
         if (own < t->num_own && token_of(t, own) == i) run->own_end = ++own, cluster->num_own++;
         run->end = cluster->end = i + 1;
@@ -249,13 +253,14 @@ static int next_block(const Head *h, Block *b) {
     }
     b->m = b->run->own_end - b->first < BLOCK ? b->run->own_end - b->first : BLOCK;
     b->shared = b->run->prefix_length, b->shared_at = b->run->prefix - h->cluster->begin;
-    b->own = token_of(h->t, b->first + b->m - 1) + 1 - b->run->begin, b->own_at = b->run->begin - h->cluster->begin;
+    b->own = b->run->is_whole ? b->run->end - b->run->begin : token_of(h->t, b->first + b->m - 1) + 1 - b->run->begin;
+    b->own_at = b->run->begin - h->cluster->begin;
     return 1;
 }
 
 /* How many of a block's keys its token number `i` sees. */
 static int64_t seen_by(const Head *h, const Block *b, int64_t i) {
-    return b->shared + token_of(h->t, b->first + i) + 1 - b->run->begin;
+    return b->shared + (b->run->is_whole ? b->own : token_of(h->t, b->first + i) + 1 - b->run->begin);
 }
 
 static void load_queries(const Head *h, const Block *b, float *q) {

@@ -12,15 +12,31 @@ from mindgrpo.backend.kernels.native.library import as_first_twice, operation
 from mindgrpo.backend.kernels.shapes import Heads
 
 
-class AsGiven(nn.Cell):
-    def construct(self, *inputs: Any) -> Any:
-        return inputs
+class RowsAndTable(nn.Cell):
+    """(positions, *others) -> (positions int32 [R, T], *others, table float32 [S, 2 D]), the inputs of attention.c.
+
+    Without `rotary`, the inputs are (angles float32 [R, T, 2 D], *others), and the angles the table: of each token a row.
+    """
+
+    def __init__(self, rotary: np.ndarray | None) -> None:
+        super().__init__()
+        self.has_table = rotary is not None
+        self.rotary = Tensor(np.zeros(1, np.float32) if rotary is None else rotary)
+        self.order = Tensor(np.arange(1 if self.has_table else 1 << 20, dtype=np.int32))
+        self.slice = ops.StridedSlice()
+
+    def construct(self, positions: Any, *others: Any) -> Any:
+        if self.has_table:
+            return (positions, *others, self.rotary)
+        rows, length, width = positions.shape
+        order = self.slice(self.order, (0,), (rows * length,), (1,)).reshape(rows, length)
+        return (order, *others, positions.reshape(-1, width))
 
 
 class RowAttention(nn.Cell):
     """Attention in whole rows: (qkv [N, heads.width], ...) -> (output [N, queries D], log-sum-exp [N, queries])."""
 
-    def __init__(self, heads: Heads, rotary: np.ndarray, is_narrow: bool) -> None:
+    def __init__(self, heads: Heads, is_narrow: bool) -> None:
         super().__init__()
         queries, dim = heads.queries, heads.dim
 
@@ -56,15 +72,14 @@ class RowAttention(nn.Cell):
             return (*gradients, *zeros)
 
         self.run = operation("attention", mixed_shapes, as_first_twice, bprop)
-        self.rotary = Tensor(rotary)
         self.sizes = Tensor([queries, heads.kv, dim, int(is_narrow)], ms.int32)
         self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
     def construct(
-        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any
+        self, qkv: Any, bias: Any, q_norm: Any, k_norm: Any, positions: Any, spans: Any, rotary: Any
     ) -> Any:
         return self.run(
-            qkv, bias, q_norm, k_norm, positions, spans, self.rotary, self.sizes, self.numbers
+            qkv, bias, q_norm, k_norm, positions, spans, rotary, self.sizes, self.numbers
         )
 
 
@@ -83,9 +98,7 @@ class Mixed(nn.Cell):
 class ContextAttention(nn.Cell):
     """Context-parallel attention: (qkv [n, heads.width], ...) -> (output [n, queries D], log-sum-exp [n, queries])."""
 
-    def __init__(
-        self, heads: Heads, rotary: np.ndarray, is_narrow: bool, index: int, gather: nn.Cell
-    ) -> None:
+    def __init__(self, heads: Heads, is_narrow: bool, index: int, gather: nn.Cell) -> None:
         super().__init__()
         queries, self.mixed = heads.queries, heads.queries * heads.dim
 
@@ -124,7 +137,6 @@ class ContextAttention(nn.Cell):
         self.run = operation("context_attention", mixed_shapes, as_first_twice, bprop)
         self.gather = gather
         self.slice = ops.StridedSlice()
-        self.rotary = Tensor(rotary)
         self.sizes = Tensor([queries, heads.kv, heads.dim, int(is_narrow), index], ms.int32)
         self.numbers = Tensor([heads.norm_eps or 0.0, heads.scale], ms.float32)
 
@@ -143,9 +155,10 @@ class ContextAttention(nn.Cell):
         positions: Any,
         spans: Any,
         columns: Any,
+        rotary: Any,
     ) -> Any:
         queries, own = self.halves(qkv)
-        context = positions, spans, columns, self.rotary, self.sizes, self.numbers
+        context = positions, spans, columns, rotary, self.sizes, self.numbers
         return self.run(queries, self.gather(own), bias, q_norm, k_norm, *context)
 
 
@@ -166,16 +179,17 @@ class GatheringAgain(ContextAttention):
         positions: Any,
         spans: Any,
         columns: Any,
+        rotary: Any,
         out: Any,
         dout: Any,
     ) -> Any:
         # Waits for the gradient, so that in a recomputed layer the gathers of the recomputation come first.
         queries, own = self.halves(ops.depend(qkv, dout[0]))
         whole = self.gather(own)
-        context = positions, spans, columns, self.rotary, self.sizes, self.numbers
+        context = positions, spans, columns, rotary, self.sizes, self.numbers
         dq, dkv, dbias, dq_norm, dk_norm = self.back(
             queries, whole, bias, q_norm, k_norm, *context, out[0], out[1], dout[0]
         )
         dkv = self.scatter(self.reshape(dkv, (-1, *own.shape)))
-        zeros = self.zeros(positions), self.zeros(spans), self.zeros(columns)
+        zeros = self.zeros(positions), self.zeros(spans), self.zeros(columns), self.zeros(rotary)
         return self.concat((dq, dkv)), dbias, dq_norm, dk_norm, *zeros

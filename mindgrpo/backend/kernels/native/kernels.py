@@ -13,11 +13,11 @@ from mindgrpo.backend.dtypes import DTYPE_KEY, PRECISION_KEY, num_head_parts
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.native import experts
 from mindgrpo.backend.kernels.native.attention import (
-    AsGiven,
     ContextAttention,
     GatheringAgain,
     Mixed,
     RowAttention,
+    RowsAndTable,
 )
 from mindgrpo.backend.kernels.native.library import (
     as_first,
@@ -367,25 +367,27 @@ class NativeKernels(Kernels):
     def exact_embedding(self, first_token: int) -> nn.Cell:
         return _Embedding(first_token)
 
-    def rope_and_mask(self, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
-        return AsGiven()
+    def rope_and_mask(self, rotary: np.ndarray | None, is_causal: bool = False) -> nn.Cell:
+        return RowsAndTable(rotary)
 
-    def attention(self, heads: Heads, rotary: np.ndarray, is_causal: bool = False) -> nn.Cell:
-        return Mixed(RowAttention(heads, rotary, self._is_narrow))
+    def attention(
+        self, heads: Heads, rotary: np.ndarray | None, is_causal: bool = False
+    ) -> nn.Cell:
+        return Mixed(RowAttention(heads, self._is_narrow))
 
-    def context_inputs(self, rotary: np.ndarray, index: int) -> nn.Cell:
-        return AsGiven()
+    def context_inputs(self, rotary: np.ndarray | None, index: int) -> nn.Cell:
+        return RowsAndTable(rotary)
 
     def context_attention(
         self,
         heads: Heads,
-        rotary: np.ndarray,
+        rotary: np.ndarray | None,
         index: int,
         gather: nn.Cell,
         scatter: nn.Cell,
         gathers_again: bool = False,
     ) -> nn.Cell:
-        own = heads, rotary, self._is_narrow, index, gather
+        own = heads, self._is_narrow, index, gather
         if gathers_again:
             return Mixed(GatheringAgain(*own, scatter=scatter))
         return Mixed(ContextAttention(*own))
