@@ -23,6 +23,12 @@ from mindgrpo.models.families import (
     ExpertScores,
     Family,
 )
+from mindgrpo.models.vision_config import (
+    VisionConfig,
+    language_fields,
+    read_vision,
+    rope_sections,
+)
 from mindgrpo.strict_files import looked_at, read_object
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -114,7 +120,8 @@ class DecoderConfig:
 
     Attention scores are multiplied by `query_scale`. `layers[i]` is the kind of layer i. `sliding_window` is None in
     models without local layers, `moe` in dense models, and `latent` without latent attention. With a scalar `head`,
-    positions have one value each instead of logits.
+    positions have one value each instead of logits. Of models that see images, `vision` is the encoder, and
+    `rope_sections` are the numbers of rotary frequencies that turn by a token's time, row and column.
     """
 
     model_type: str
@@ -140,6 +147,8 @@ class DecoderConfig:
     sliding_window: int | None
     moe: MoeConfig | None = None
     latent: LatentConfig | None = None
+    vision: VisionConfig | None = None
+    rope_sections: tuple[int, ...] | None = None
     head: Head = "vocabulary"
     raw: Mapping[str, Any]
 
@@ -225,9 +234,11 @@ def read_config(directory: str | Path) -> DecoderConfig:
 def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     """Reads the `fields` of config.json as a DecoderConfig; `where` is named in errors."""
     family = _family(fields, where)
-    named = {**family.defaults, **fields}
+    vision = read_vision(fields, where) if family.sees_images else None
+    own = language_fields(fields) if family.sees_images else fields
+    named = {**family.defaults, **own}
     # A null counts as a missing key, except for max_position_embeddings.
-    raw = {**family.defaults, **{key: value for key, value in fields.items() if value is not None}}
+    raw = {**family.defaults, **{key: value for key, value in own.items() if value is not None}}
     for key, reason in {**NOT_COMPUTED, **family.not_computed}.items():
         if raw.get(key):
             raise UserError(f"{where}: {key} is {raw[key]!r}, but {reason}.")
@@ -245,11 +256,17 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
     if any(local):
         local_theta, _ = _rope(raw, LOCAL, "rope_local_base_freq", where)
     bias = _switch(raw, family.bias_key, where) if family.bias_key else family.qkv_bias
+    hidden = _positive(raw, "hidden_size", where)
+    if vision is not None and vision.out_hidden_size != hidden:
+        raise UserError(
+            f"{where}: vision_config.out_hidden_size is {vision.out_hidden_size}, but features take the place of "
+            f"embeddings, whose size (hidden_size) is {hidden}; correct the file."
+        )
     return DecoderConfig(
         model_type=raw["model_type"],
         family=family,
         vocab_size=_positive(raw, "vocab_size", where),
-        hidden_size=_positive(raw, "hidden_size", where),
+        hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size", where),
         num_hidden_layers=layers,
         num_attention_heads=heads,
@@ -270,6 +287,8 @@ def decoder_config(fields: Mapping[str, Any], where: str) -> DecoderConfig:
         sliding_window=_positive(raw, "sliding_window", where) if any(local) else None,
         moe=moe if any(with_experts) else None,
         latent=latent,
+        vision=vision,
+        rope_sections=_sections(raw, head_dim, where) if family.sees_images else None,
         head=_head(raw, where),
         raw=dict(fields),
     )
@@ -520,6 +539,11 @@ def _rope(
     if scaling is not None and layers == LOCAL:
         raise UserError(f"{where}: rope_parameters scales {LOCAL}, which is not computed here.")
     return _number(base, "rope_theta", where), scaling
+
+
+def _sections(raw: Mapping[str, Any], head_dim: int, where: str) -> tuple[int, ...]:
+    rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    return rope_sections(rope, head_dim, where)
 
 
 def _without_names(scaling: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -61,7 +61,8 @@ class Family:
     them. `qk_norm`: queries and keys are normalized per head, or over a token's whole projection. Norms multiply by
     `norm_offset` plus their weight. `activation_key` is config.json's key of the MLP's activation. `scaled_embeddings`
     are multiplied by sqrt(hidden_size). Attention scores are divided by the square root of config.json's
-    `query_scalar_key`, or of head_dim without one. `has_local_layers`: some layers use sliding-window attention, with a
+    `query_scalar_key`, or of head_dim without one. `sees_images`: a vision encoder is beside the decoder, and positions
+    have three axes (vision_config.py). `has_local_layers`: some layers use sliding-window attention, with a
     rotary base of their own. `has_latents`: multi-head latent attention (decoder_config.LatentConfig). `experts` is
     None in dense families. `not_computed`: like NOT_COMPUTED, for keys that are supported or mean something else in
     other families. `defaults` are the values of keys that config.json may leave out, those of transformers'
@@ -76,6 +77,7 @@ class Family:
     activation_key: str = "hidden_act"
     scaled_embeddings: bool = False
     query_scalar_key: str | None = None
+    sees_images: bool = False
     has_local_layers: bool = False
     has_latents: bool = False
     experts: ExpertFamily | None = None
@@ -86,6 +88,18 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         qkv_bias=True, bias_key=None, defaults=OF_MOST | {"max_position_embeddings": 32768}
+    ),
+    # arXiv:2502.13923
+    "qwen2_5_vl": Family(
+        qkv_bias=True,
+        bias_key=None,
+        sees_images=True,
+        defaults={
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 32768,
+        },
     ),
     "llama": Family(defaults=OF_MOST | {"max_position_embeddings": 2048}),
     "qwen3": Family(

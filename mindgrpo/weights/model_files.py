@@ -27,6 +27,8 @@ from mindgrpo.strict_files import is_inside, looked_at, read_object
 
 # The scalar head [1, H] of a sequence classifier.
 SCORE = "score.weight"
+# Of a vision encoder's parameters, beside those of its language model.
+VISUAL = "visual."
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # MindFormers' index.

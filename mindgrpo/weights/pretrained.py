@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Sequence
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,15 @@ from mindgrpo.weights.mindspore_files import (
     check_not_concatenated,
     open_ckpt,
 )
-from mindgrpo.weights.model_files import SCORE, ModelFiles, SafetensorsDirectory
+from mindgrpo.strict_files import read_object
+from mindgrpo.weights.model_files import (
+    SCORE,
+    VISUAL,
+    ModelFiles,
+    SafetensorsDirectory,
+    TensorSlice,
+    whole_box,
+)
 
 # Files that older exporters leave in: computed, not learnt.
 COMPUTED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -32,6 +41,10 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_COMPARED = 4096
 FP8_SCALE = ".weight_scale_inv"
 # The scalar head's names in the files of TRL and OpenRLHF, which may have a bias beside it.
+# The names of a vision-language model's parts in memory, which some files have, and in published files.
+IN_MEMORY = {"model.visual.": VISUAL, "model.language_model.": "model."}
+# A convolution in files, of patches that do not overlap; a product of [out, values of a patch] here.
+PATCH_EMBEDDING = f"{VISUAL}patch_embed.proj.weight"
 OTHER_SCORES = ("v_head.summary.weight", "value_head.weight", "v_head.weight")
 
 
@@ -49,10 +62,25 @@ def open_tensors(directory: str | Path) -> ModelFiles:
     folder = Path(directory)
     is_ckpt = any(folder.glob("*.ckpt")) and not any(folder.glob("*.safetensors*"))
     files = open_ckpt(folder) if is_ckpt else SafetensorsDirectory(folder)
+    if any(name.startswith((VISUAL, *IN_MEMORY)) for name in files.names):
+        return _with_encoder(files)
     if not are_mindformers(files.names):
         return files
     check_not_concatenated(files.names, str(directory))
     return by_huggingface(files)
+
+
+def _with_encoder(files: ModelFiles) -> ModelFiles:
+    """Returns a vision-language model's tensors by their published names, the patch embedding as a matrix."""
+    slices: dict[str, Sequence[TensorSlice]] = {}
+    for name, own in files.slices.items():
+        prefix = next((prefix for prefix in IN_MEMORY if name.startswith(prefix)), "")
+        slices[IN_MEMORY.get(prefix, "") + name.removeprefix(prefix)] = own
+    if PATCH_EMBEDDING in slices:
+        ((_, tensor),) = slices[PATCH_EMBEDDING]
+        rows, *others = tensor.shape
+        slices[PATCH_EMBEDDING] = [(whole_box((rows, prod(others))), tensor)]
+    return ModelFiles(files.path, slices)
 
 
 def check_tensors(
@@ -60,10 +88,15 @@ def check_tensors(
 ) -> ModelFiles:
     """Opens a model directory and checks every name, shape and dtype against `specs`. Raises UserError.
 
-    With `may_lack_score`, a scalar head may be missing.
+    With `may_lack_score`, a scalar head may be missing. Of a vision-language model, `specs` are the language model's
+    or the vision encoder's, and the tensors of the other are ignored.
     """
     files = open_weights(directory)
     wanted = {spec.name: spec.shape for spec in specs}
+    if any(name.startswith(VISUAL) for name in files.names) and _has_encoder(directory):
+        is_encoder = specs[0].name.startswith(VISUAL)
+        kept = [name for name in files.names if name.startswith(VISUAL) == is_encoder]
+        files = ModelFiles(files.path, {name: files.slices[name] for name in kept})
     has_scalar_head = SCORE in wanted
     if has_scalar_head:
         files = _with_score(files, directory, may_lack_score)
@@ -110,6 +143,11 @@ def check_tensors(
     if has_second_head:
         _check_tied(files, str(directory))
     return files
+
+
+def _has_encoder(directory: str | Path) -> bool:
+    path = Path(directory) / "config.json"
+    return "vision_config" in read_object(path, "the model's", "restore it from its source.")
 
 
 def _with_score(files: ModelFiles, directory: str | Path, may_lack: bool) -> ModelFiles:

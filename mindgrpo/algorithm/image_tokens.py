@@ -1,0 +1,114 @@
+"""Tokens of images: which image and which of its features stands at each place of a prompt, and at what positions. Pure.
+
+A prompt holds a negative id in the place of each feature of an image. The ids of all images of a run differ, so that
+prompts with the same text and different images have different ids: whatever is shared, cached or compared by ids needs
+to know nothing of images. An embedding table has no row for them. A token that the policy samples is never negative,
+even one that the vocabulary reserves for images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Time, row and column (M-RoPE, arXiv:2409.12191, section 2.1).
+AXES = 3
+# Ids are int32.
+MOST_FEATURES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class ImagePlace:
+    """Image `number` at places [start, start + features) of a prompt."""
+
+    number: int
+    start: int
+
+
+class ImageTable:
+    """The images of a run, numbered in the order in which they are added; `grids` are (rows, columns) of features.
+
+    All ranks have to add the same images in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, int]] = []
+        # The number of features before each image, and of all.
+        self._firsts = [0]
+
+    def __len__(self) -> int:
+        return len(self.grids)
+
+    def add(self, rows: int, columns: int) -> int:
+        """Adds an image of rows x columns features, and returns its number. Raises ValueError beyond MOST_FEATURES."""
+        end = self._firsts[-1] + rows * columns
+        if rows < 1 or columns < 1 or end > MOST_FEATURES:
+            raise ValueError(f"an image of {rows} x {columns} features does not fit")
+        self.grids.append((rows, columns))
+        self._firsts.append(end)
+        return len(self.grids) - 1
+
+    def num_features(self, number: int) -> int:
+        rows, columns = self.grids[number]
+        return rows * columns
+
+    def ids(self, number: int) -> np.ndarray:
+        """Returns the ids of an image's features in order, int32 [features]."""
+        return -1 - np.arange(self._firsts[number], self._firsts[number + 1], dtype=np.int32)
+
+    def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the image of each of the negative `ids` [n], and the feature's index in its image, int64 [n] each."""
+        features = -1 - ids.astype(np.int64)
+        firsts = np.array(self._firsts)
+        numbers = np.searchsorted(firsts, features, "right") - 1
+        return numbers, features - firsts[numbers]
+
+    def places(self, ids: np.ndarray) -> list[ImagePlace]:
+        """Returns the images of prompt `ids` int32 [n] in order; an image may stand there several times."""
+        where = np.flatnonzero(ids < 0)
+        numbers, features = self.locate(ids[where])
+        starts = features == 0
+        pairs = zip(numbers[starts].tolist(), where[starts].tolist(), strict=True)
+        return [ImagePlace(number, start) for number, start in pairs]
+
+    def positions(self, ids: np.ndarray) -> tuple[np.ndarray, int]:
+        """Returns the position of each token of prompt `ids` [n] on each axis, int32 [n, AXES], and that of the token
+        behind the prompt.
+
+        Text counts on, alike on all axes. An image that begins at position s has its features at s, s + row and
+        s + column, and is followed by s + max(rows, columns).
+        """
+        positions = np.empty((len(ids), AXES), np.int32)
+        at = following = 0
+        for image in self.places(ids):
+            text = np.arange(image.start - at, dtype=np.int32) + following
+            positions[at : image.start] = text[:, None]
+            following += len(text)
+            rows, columns = self.grids[image.number]
+            at = image.start + rows * columns
+            row, column = np.indices((rows, columns), np.int32).reshape(2, -1)
+            positions[image.start : at] = following + np.stack([0 * row, row, column], 1)
+            following += max(rows, columns)
+        text = np.arange(len(ids) - at, dtype=np.int32) + following
+        positions[at:] = text[:, None]
+        return positions, following + len(text)
+
+
+def section_angles(
+    rotary: np.ndarray, positions: np.ndarray, sections: Sequence[int]
+) -> np.ndarray:
+    """Returns the rotary angles float32 [..., 2 D] of positions int32 [..., axes].
+
+    `rotary` float32 [positions, 2 D] holds cosines, then sines, of the same D / 2 frequencies four times over, of which
+    the first sections[0] turn by a token's position on axis 0, and so on.
+    """
+    axis_of_column = np.tile(np.repeat(np.arange(len(sections)), sections), 4)
+    columns = np.arange(rotary.shape[1])
+    flat = positions.reshape(-1, positions.shape[-1])
+    angles = np.empty((len(flat), rotary.shape[1]), np.float32)
+    for axis in range(len(sections)):
+        own = columns[axis_of_column == axis]
+        angles[:, own] = rotary[flat[:, axis, None], own]
+    return angles.reshape(*positions.shape[:-1], -1)
