@@ -5,31 +5,25 @@ Refuses to compare. tests/golden/make_images.py made the model and the values of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from golden_models import FOLDER
+from golden_models import Golden
 from mindspore import Tensor
 
 from mindgrpo.algorithm.image_patches import encoder_row, share_rows
-from mindgrpo.algorithm.image_tokens import ImageTable
+from mindgrpo.algorithm.image_tokens import ImageFeatures, ImageTable
+from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
-from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.vision_config import vision_layout
 from mindgrpo.models.vision_tower import VisionTower, vision_angles
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.pretrained import load_weights
 
-DIRECTORY = FOLDER / "qwen2_5_vl"
 SAMPLES = 4
 
 
-@dataclass(frozen=True)
-class GoldenImages:
-    config: DecoderConfig
-    values: dict[str, np.ndarray]
-
+class GoldenImages(Golden):
     @cached_property
     def patches(self) -> list[np.ndarray]:
         """As make_images.py draws them first."""
@@ -53,6 +47,26 @@ class GoldenImages:
     def features(self) -> list[np.ndarray]:
         return [self.values[f"features/{i}"] for i in range(len(self.grids))]
 
+    @property
+    def images(self) -> ImageFeatures:
+        """The features of transformers, in the places of the prompts' ids."""
+        images = ImageFeatures(self.table, self.config.hidden_size)
+        for number, features in enumerate(self.features):
+            images.add(number, features)
+        return images
+
+    @property
+    def rollout(self) -> Rollout:
+        """The prompts and completions that the golden log-probs are of."""
+        completions = [self.values[f"completion/{k}"] for k in range(SAMPLES)]
+        return Rollout.single_turn(
+            [self.prompt(k) for k in range(SAMPLES)],
+            completions,
+            [LENGTH] * SAMPLES,
+            [np.zeros(len(own), np.float32) for own in completions],
+            list(range(SAMPLES)),
+        )
+
     def prompt(self, sample: int) -> np.ndarray:
         """Ids, with an image's own in its places."""
         ids = self.values[f"prompt/{sample}"].copy()
@@ -65,8 +79,7 @@ class GoldenImages:
 
 
 def read_golden_images() -> GoldenImages:
-    with np.load(DIRECTORY / "golden.npz") as values:
-        return GoldenImages(read_config(DIRECTORY), dict(values))
+    return GoldenImages.read("qwen2_5_vl")
 
 
 def encoded(
@@ -76,7 +89,7 @@ def encoded(
     vision = golden.config.vision
     weights = Weights(vision_layout(vision, 1), backend.rank, backend, "vision")
     weights.pool.load()
-    load_weights(weights, DIRECTORY)
+    load_weights(weights, golden.directory)
     tower = backend.graph(VisionTower(vision, weights, backend.kernels), "vision")
     features: list[np.ndarray | None] = [None] * len(images)
     grids = [golden.grids[i] for i in images]

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from typing_extensions import Self
+
 import numpy as np
 from algorithms import loss_of
 from mindspore import Tensor, nn, ops
 from safetensors.numpy import save_file
 
 from mindgrpo.algorithm.context_split import COLUMNS_A_RANK
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.algorithm.packing import (
     MicroShape,
     PackedRollout,
@@ -74,6 +77,14 @@ class Golden:
     layout: Layout
     values: dict[str, np.ndarray]
 
+    @classmethod
+    def read(cls, family: str) -> Self:
+        directory = FOLDER / family
+        config = read_config(directory)
+        layout = Layout.of(Mesh(1, 1), parameter_specs(config))
+        with np.load(directory / "golden.npz") as values:
+            return cls(directory, config, layout, dict(values))
+
     @property
     def gradients(self) -> dict[str, np.ndarray]:
         """By the parameters that have one: all but the bias that experts are chosen with."""
@@ -95,11 +106,7 @@ class Golden:
 
 
 def read_golden(family: str) -> Golden:
-    directory = FOLDER / family
-    config = read_config(directory)
-    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
-    with np.load(directory / "golden.npz") as values:
-        return Golden(directory, config, layout, dict(values))
+    return Golden.read(family)
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,7 @@ def train(
     backend: Backend,
     rows: Sequence[PackedRow],
     layout: Layout | None = None,
+    images: ImageFeatures | None = None,
 ) -> tuple[Policy, dict[int, np.ndarray]]:
     """The gradient of the log-probs' sum in a policy's accumulators, not summed over ranks yet, and the log-probs by
     sample, of this rank's samples where it has the last stage. `layout` is of one rank by default.
@@ -165,11 +173,12 @@ def train(
     adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
     shape = MicroShape(-(-len(rows) // mesh.dp), length, context_ranks=mesh.cp)
     settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, loss_of(), 1.0, adamw)
-    policy = Policy(golden.config, layout, backend, settings)
+    policy = Policy(golden.config, layout, backend, settings, images=images)
     load_weights(policy.weights, golden.directory)
     rollout = golden.rollout
-    packed = PackedRollout(rollout)
-    batches = micro_batches(rollout, rows, shape, mesh.dp, share, part)
+    table = None if images is None else images.table
+    packed = PackedRollout(rollout, table)
+    batches = micro_batches(rollout, rows, shape, mesh.dp, share, part, table)
     experts = None
     if golden.config.moe is not None:
         experts = policy.pipeline.record(batches, packed)[1]

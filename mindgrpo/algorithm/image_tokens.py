@@ -8,7 +8,7 @@ even one that the vocabulary reserves for images.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,52 @@ class ImageTable:
         text = np.arange(len(ids) - at, dtype=np.int32) + following
         positions[at:] = text[:, None]
         return positions, following + len(text)
+
+
+class ImageFeatures:
+    """Features of images of `table`, float32 [features, width] each, that are in this rank's memory."""
+
+    def __init__(self, table: ImageTable, width: int) -> None:
+        self.table, self.width = table, width
+        self._by_image: dict[int, np.ndarray] = {}
+
+    def lacking(self, prompts: Iterable[np.ndarray]) -> list[int]:
+        """Returns the images of the prompts' ids that have no features here, in order of their numbers."""
+        return sorted(self._images_of(prompts) - self._by_image.keys())
+
+    def keep_only(self, prompts: Iterable[np.ndarray]) -> None:
+        """Frees the features of images that the prompts do not have."""
+        wanted = self._images_of(prompts)
+        self._by_image = {i: own for i, own in self._by_image.items() if i in wanted}
+
+    def _images_of(self, prompts: Iterable[np.ndarray]) -> set[int]:
+        return {place.number for ids in prompts for place in self.table.places(ids)}
+
+    def add(self, number: int, features: np.ndarray) -> None:
+        """Raises ValueError for an array of another shape than that of the image's features."""
+        if features.shape != (self.table.num_features(number), self.width):
+            raise ValueError(f"image {number} has features {list(features.shape)}")
+        self._by_image[number] = features
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(own.nbytes for own in self._by_image.values())
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the features float32 [..., width] at `ids` int32 [...], zeros for tokens of text.
+
+        Raises KeyError for an image without features.
+        """
+        rows = np.zeros((*ids.shape, self.width), np.float32)
+        is_image = ids < 0
+        if is_image.any():
+            numbers, features = self.table.locate(ids[is_image])
+            own = np.empty((len(numbers), self.width), np.float32)
+            for number in np.unique(numbers).tolist():
+                of_image = numbers == number
+                own[of_image] = self._by_image[number][features[of_image]]
+            rows[is_image] = own
+        return rows
 
 
 def section_angles(

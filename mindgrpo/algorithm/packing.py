@@ -14,6 +14,7 @@ from functools import cache, partial
 import numpy as np
 
 from mindgrpo.algorithm.context_split import deal_columns
+from mindgrpo.algorithm.image_tokens import AXES, ImageTable
 from mindgrpo.algorithm.sample import Arrays, Rollout
 from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.errors import UserError
@@ -182,7 +183,8 @@ class Predicted:
 class MicroBatch:
     """A rank's inputs of R packed rows of T columns, of which a rank of G cp ranks has L = T / G columns.
 
-    int32: `tokens` [R, L]; `positions` [R, T] and `spans` [R, T, 3] (backend/kernels/contract.py) of whole rows;
+    int32: `tokens` [R, L]; `positions` [R, T], or [R, T, AXES] of models that see images, and `spans` [R, T, 3]
+    (backend/kernels/contract.py) of whole rows;
     `columns` [G, R, L], the columns of each of the G ranks, of which this is rank `part`; `picks` [M], the predicting
     positions among the R * L, -1 on padding, and `labels` [M], the tokens they predict. `actions` bool [M] marks labels
     that the policy generated, False on padding. `arrays` [R, L, ...] are the per-token arrays declared as inputs.
@@ -298,9 +300,11 @@ def micro_batches(
     num_shares: int,
     share: int,
     part: int = 0,
+    images: ImageTable | None = None,
 ) -> list[MicroBatch]:
     """Returns the micro-batches of data-parallel rank `share` of `num_shares`, as inputs of its cp rank `part`.
 
+    `images` are those of models that see images, whose positions have several axes.
     All ranks get the same number of them, padded with empty rows, and of the same picks: as `shape` says, or the most
     that any rank needs, rounded up to a bucket. Raises ValueError if `shape` has too few picks.
     """
@@ -311,7 +315,7 @@ def micro_batches(
     if need > picks:
         raise ValueError(f"a micro-batch has {need} predicting positions, its shape {picks}")
     batches = _batches(rows, shape, num_shares, share)
-    return [_arrays(rollout, batch, shape, picks, part) for batch in batches]
+    return [_arrays(rollout, batch, shape, picks, part, images) for batch in batches]
 
 
 def _batches(
@@ -325,10 +329,15 @@ def _batches(
 
 
 def _arrays(
-    rollout: Rollout, rows: tuple[PackedRow, ...], shape: MicroShape, num_picks: int, part: int
+    rollout: Rollout,
+    rows: tuple[PackedRow, ...],
+    shape: MicroShape,
+    num_picks: int,
+    part: int,
+    images: ImageTable | None,
 ) -> MicroBatch:
-    whole = len(rows), shape.length
-    tokens, positions = np.zeros(whole, np.int32), np.zeros(whole, np.int32)
+    whole, axes = (len(rows), shape.length), () if images is None else (AXES,)
+    tokens, positions = np.zeros(whole, np.int32), np.zeros((*whole, *axes), np.int32)
     spans = np.stack([_spans_of(row, shape.length) for row in rows])
     columns = np.stack([deal_columns(own, shape.context_ranks) for own in spans], 1)
     picks, labels = np.full(num_picks, -1, np.int32), np.zeros(num_picks, np.int32)
@@ -351,8 +360,14 @@ def _arrays(
             tokens[number, own] = completion[:-1]
             for name, values in arrays.items():
                 values[number, own] = rollout.token_arrays[name][sample][:-1]
-            positions[number, shared] = np.arange(placed.prompt)
-            positions[number, own] = placed.prompt + np.arange(own.stop - own.start)
+            following = placed.prompt
+            if images is None:
+                positions[number, shared] = np.arange(placed.prompt)
+            else:
+                own_positions, following = images.positions(rollout.prompt_ids[sample])
+                positions[number, shared] = own_positions
+            behind = following + np.arange(own.stop - own.start)
+            positions[number, own] = behind if images is None else behind[:, None]
             offsets = np.flatnonzero(owners[placed.columns] == part)
             here = slice(count, count + offsets.size)
             picks[here] = number * columns.shape[2] + places[placed.columns[offsets]]
@@ -374,10 +389,10 @@ class PackedRollout:
     `members` are the samples to pack, None for all; other arguments are those of `pack` and `micro_batches`.
     """
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, rollout: Rollout, images: ImageTable | None = None) -> None:
         self.rollout = rollout
         self._pack = cache(partial(pack, rollout))
-        self._micro_batches = cache(partial(micro_batches, rollout))
+        self._micro_batches = cache(partial(micro_batches, rollout, images=images))
 
     def rows(
         self, shape: MicroShape, members: Sequence[int] | None = None

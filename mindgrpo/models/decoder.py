@@ -30,9 +30,11 @@ from mindgrpo.weights.model_files import SCORE
 class StageInputs(NamedTuple):
     """The inputs of every stage for a micro-batch, besides x, in the order in which graphs take them.
 
-    positions int32 [R, T], spans int32 [R, T, 3], and columns int32 [G, R, T / G] of the G context-parallel ranks that
-    share the rows, as in backend/kernels/contract.py. ExpertInputs follow if layers read a plan of experts. To add an
-    input, add a field here and to the micro-batch, and read it in the cell that needs it.
+    positions int32 [R, T] (rotary angles float32 [R, T, 2 D] if positions have several axes), spans int32 [R, T, 3],
+    and columns int32 [G, R, T / G] of the G context-parallel ranks that share the rows, as in
+    backend/kernels/contract.py. ExpertInputs follow if layers read a plan of experts, and the features of images
+    float32 [R, T / G, H], zeros for text, in the first stage of models that see images. To add an input, add a field
+    here and to the micro-batch, and read it in the cell that needs it.
     """
 
     positions: Any
@@ -95,9 +97,18 @@ class Embedding(nn.Cell):
         self.leave = shard.leave_region()
         self.is_scaled = shard.config.family.scaled_embeddings
         self.scale = float(np.float32(shard.config.hidden_size**0.5))
+        # One rank of the group adds features, before the sum over the ranks.
+        self.adds_features = shard.group.index == 0
 
     def construct(self, tokens: Any) -> Any:
         return self.rows(tokens, self.table)
+
+    def with_features(self, tokens: Any, features: Any) -> Any:
+        """Looks up tokens int32 [N], those of images negative, and adds `features` [N, H] -> x_NH."""
+        x = self.embed(tokens, self.table)
+        if self.adds_features:
+            x = x + ops.cast(features, x.dtype)
+        return self.leave(x, tokens)
 
     def rows(self, tokens: Any, table: Any) -> Any:
         """Looks up tokens int32 [N] in `table` [V, H] -> x_NH."""
@@ -255,6 +266,7 @@ class SummedLayer(nn.Cell):
 class Rotary:
     """The rotary tables of a stage's layers, float32 [positions, 2 D] each; `of_layer` is the table of each layer.
 
+    They are None if positions have several axes: then StageInputs hold angles.
     `is_cached`: for heads in the layout of the plain decoder's KV cache.
     """
 
@@ -264,7 +276,10 @@ class Rotary:
         kinds = sorted(set(local))
         nope_dim = config.latent.rank if config.latent is not None and is_cached else None
         self.tables = [
-            rotary_table(config, num_positions, is_local, nope_dim) for is_local in kinds
+            rotary_table(config, num_positions, is_local, nope_dim)
+            if config.rope_sections is None
+            else None
+            for is_local in kinds
         ]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
@@ -308,7 +323,9 @@ class Stage(nn.Cell):
         has_experts = [shard.config.layers[index].has_experts for index in shard.layers]
         self.chooses = chooses and any(has_experts)
         self.reads_plan = (replays or not chooses) and any(has_experts)
-        self.num_inputs = OF_ALL_LAYERS + (OF_EXPERTS if self.reads_plan else 0)
+        self.reads_features = shard.is_first and shard.config.vision is not None
+        self.of_layers = OF_ALL_LAYERS + (OF_EXPERTS if self.reads_plan else 0)
+        self.num_inputs = self.of_layers + self.reads_features
         # The index of each layer among those with experts; -1 for dense layers.
         self.plan_of = tuple(
             sum(has_experts[:i]) if own else -1 for i, own in enumerate(has_experts)
@@ -350,10 +367,9 @@ class Stage(nn.Cell):
         MindSpore never frees a graph, or its weights, whose gradient cells pass on `*inputs`.
         """
         contexts = self.contexts(inputs)
+        x = self.entered(x, inputs)
         if not self.chooses:
             return self.flows(x, contexts, len(self.layers))[-1]
-        if self.is_first:
-            x = self.embed(x.reshape(-1))
         topk_ids, margins = [], []
         for i in range(len(self.layers)):
             if self.plan_of[i] >= 0:
@@ -364,6 +380,17 @@ class Stage(nn.Cell):
                 x = self.layers[i](x, contexts[i])
         return x, ops.stack(topk_ids), ops.stack(margins)
 
+    def entered(self, x: Any, inputs: Any) -> Any:
+        """Returns the first layer's input x_NH: on the first stage, embeddings of the tokens x int32 [R, T]."""
+        if not self.is_first:
+            return x
+        if self.reads_features:
+            features = inputs[self.of_layers]
+            return self.embed.with_features(
+                x.reshape(-1), features.reshape(-1, features.shape[-1])
+            )
+        return self.embed(x.reshape(-1))
+
     def contexts(self, inputs: Any) -> Any:
         """Returns the context of each layer, made from the inputs."""
         positions, spans, columns = inputs[:OF_ALL_LAYERS]
@@ -372,7 +399,7 @@ class Stage(nn.Cell):
             tables.append(rope_and_mask(positions, spans, columns))
         plans = []
         if self.reads_plan:
-            for planned in inputs[OF_ALL_LAYERS:]:
+            for planned in inputs[OF_ALL_LAYERS : self.of_layers]:
                 plans.append(ops.unstack(planned))
         contexts = []
         for i in range(len(self.rotary_of)):
@@ -384,9 +411,7 @@ class Stage(nn.Cell):
         return contexts
 
     def flows(self, x: Any, contexts: Any, count: int) -> Any:
-        """Returns the inputs of the first `count` layers and the output of the last of them, x_NH each."""
-        if self.is_first:
-            x = self.embed(x.reshape(-1))
+        """Returns the inputs of the first `count` layers, x first, and the output of the last of them, x_NH each."""
         flows = [x]
         for i in range(count):
             x = self.layers[i](x, contexts[i])
@@ -407,7 +432,8 @@ class StageForward(nn.Cell):
         self.first_kept = 0 if stage.is_first else 1
 
     def construct(self, x: Any, *inputs: Any) -> Any:
-        flows = self.stage.flows(x, self.stage.contexts(inputs), self.stage.handed_on)
+        stage = self.stage
+        flows = stage.flows(stage.entered(x, inputs), stage.contexts(inputs), stage.handed_on)
         return (flows[-1], *flows[self.first_kept : -1])
 
 

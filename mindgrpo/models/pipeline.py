@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from mindspore import GRAPH_MODE, Tensor, get_context, nn
 
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape, PackedRollout
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.algorithm.schedule import Actions, Exchange, Pass, pipeline_schedule
@@ -33,6 +34,7 @@ from mindgrpo.models.decoder import (
 )
 from mindgrpo.models.expert_plan import ExpertInputs
 from mindgrpo.models.expert_routes import Choices, StageExperts, StepExperts
+from mindgrpo.models.rotary import PositionAngles
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
 from mindgrpo.parallel.mesh import Mesh
 
@@ -48,7 +50,8 @@ class StageChunk:
     ExpertInputs: routers choose as well, but tokens are routed by the plan. With `keeps_flows` (training), `layers`
     also returns the layers' inputs for the backward, if Stage.hands_inputs_on; with experts, it reads a plan. It is the
     same graph as `forward` in dense chunks without head. `net` is the stage with the head in the last chunk, else None.
-    `planned` are the chunk's layers among the stage's expert layers.
+    `planned` are the chunk's layers among the stage's expert layers. `images` are the features that take the place of
+    negative tokens.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class StageChunk:
         is_causal: bool,
         keeps_flows: bool,
         planned: slice,
+        images: ImageFeatures | None = None,
     ) -> None:
         self.shard, self.name = shard, name
         self.is_first, self.is_last = shard.is_first, shard.is_last
@@ -98,7 +102,9 @@ class StageChunk:
             self.replaying = backend.graph(choosing(True), f"{name} forward")
         is_same = forward is own
         self.layers = self.forward if is_same else backend.graph(own, f"{name} layers")
-        self._planned = planned
+        self._planned, self._images = planned, images
+        has_axes = shard.config.rope_sections is not None
+        self._angles = PositionAngles(shard.config, num_positions) if has_axes else None
 
     def run(
         self, x: Tensor, batch: MicroBatch, experts: ExpertInputs | None
@@ -123,10 +129,15 @@ class StageChunk:
         return y, flows
 
     def inputs(self, batch: MicroBatch, experts: ExpertInputs | None) -> tuple[Tensor, ...]:
-        """Returns the StageInputs of a micro-batch, followed by the ExpertInputs of the chunk's layers, if any."""
+        """Returns the StageInputs of a micro-batch, followed by the ExpertInputs of the chunk's layers, if any, and by
+        the features of images on the first stage of a model that sees some."""
         inputs = tensors_of(StageInputs, batch)
+        if self._angles is not None:
+            inputs = (Tensor(self._angles.of(batch.positions)), *inputs[1:])
         if self.records and experts is not None:
             inputs += tuple(map(Tensor, experts.of_layers(self._planned)))
+        if self.stage.reads_features and self._images is not None:
+            inputs += (Tensor(self._images.rows(batch.tokens)),)
         return inputs
 
 
@@ -175,6 +186,7 @@ class ForwardPipeline:
         temperature: float,
         recompute: Recompute = KEEP_ALL,
         keeps_flows: bool = False,
+        images: ImageFeatures | None = None,
     ) -> None:
         mesh = shard.weights.layout.mesh
         rank = shard.weights.rank
@@ -199,6 +211,7 @@ class ForwardPipeline:
                 is_causal,
                 keeps_flows,
                 planned[number],
+                images,
             )
             for number, own in enumerate(shard.chunks)
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.algorithm.exponentials import power
+from mindgrpo.algorithm.image_tokens import section_angles
 from mindgrpo.models.decoder_config import DecoderConfig, yarn_magnitude
 
 
@@ -42,6 +43,19 @@ def rotary_table(
     np.cos(cosines, out=cosines)
     np.sin(sines, out=sines)
     return (both * np.tile(magnitude, 4)).astype(np.float32)
+
+
+class PositionAngles:
+    """The rotary angles of positions with several axes (M-RoPE, arXiv:2409.12191, section 2.1)."""
+
+    def __init__(self, config: DecoderConfig, num_positions: int) -> None:
+        if config.rope_sections is None:
+            raise ValueError(f"positions of {config.model_type} have one axis")
+        self._table, self._sections = rotary_table(config, num_positions), config.rope_sections
+
+    def of(self, positions: np.ndarray) -> np.ndarray:
+        """Returns float32 [..., 2 D] for positions int32 [..., axes]."""
+        return section_angles(self._table, positions, self._sections)
 
 
 def _yarn(frequencies: np.ndarray, theta: float, scaling: Mapping[str, Any]) -> np.ndarray:

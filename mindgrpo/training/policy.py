@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindgrpo.algorithm.estimators import AlgorithmConfig
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.algorithm.non_finite import NonFinite, in_arrays
 from mindgrpo.algorithm.packing import MicroBatch, MicroShape
 from mindgrpo.backend.contract import Backend, Pool
@@ -144,6 +145,7 @@ class Policy(TrainedWeights):
         settings: UpdateSettings,
         lora: LoraSettings | None = None,
         role: str = "policy",
+        images: ImageFeatures | None = None,
     ) -> None:
         shards, on_host = settings.shards_optimizer, settings.moments_on_host
         super().__init__(layout, backend, lora, shards, on_host, role)
@@ -158,6 +160,7 @@ class Policy(TrainedWeights):
             settings.temperature,
             settings.recompute,
             keeps_flows=True,
+            images=images,
         )
         # Of the backward graphs; those of the forward passes are the pipeline's.
         self.shapes = shape_choice(self.shard, backend, settings.shape)

@@ -276,7 +276,9 @@ class LossStep(nn.Cell):
                 flows = (x, *flows)
             y = self.net.stage.layers[-1](flows[-1], contexts[-1])
         else:
-            flows = self.net.stage.flows(x, contexts, len(self.net.stage.layers))
+            stage = self.net.stage
+            entered = stage.entered(x, inputs[: self.of_stage])
+            flows = stage.flows(entered, contexts, len(stage.layers))
             y = flows[-1]
         values, dy = self.gradient(y, inputs[self.of_stage : self.of_step])
         if self.trains_head:
