@@ -13,17 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_images import SAMPLES, GoldenImages, read_golden_images
+from algorithms import loss_of
 from golden_models import BOUNDS, all_in_one_row, each_in_its_row, loaded_weights, train
 from mindspore import Tensor, nn
 
 from mindgrpo.algorithm.image_tokens import ImageTable
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
+from mindgrpo.algorithm.sample import LENGTH, Request, Rollout
 from mindgrpo.backend.connect import RuntimeSettings, connect
 from mindgrpo.backend.contract import Backend
+from mindgrpo.backend.kernels.contract import Kernels
+from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY
-from mindgrpo.models.decoder import Head, Stage
+from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
+from mindgrpo.models.pipeline import by_sample
 from mindgrpo.models.rotary import PositionAngles
 from mindgrpo.models.shard import Shard
+from mindgrpo.rollout.embedded.engine import EmbeddedEngine
+from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
+from mindgrpo.rollout.engine import SeedKey
+from mindgrpo.training.policy import Policy, UpdateSettings
+from mindgrpo.weights.pretrained import load_weights
 
 PLAIN = ("matmul", "rms_norm", "add_rms_norm", "glu", "attention", "embedding")
 
@@ -57,8 +67,6 @@ def test_prompts_with_other_images_share_nothing() -> None:
     table = ImageTable()
     prompts = [np.concatenate([[5, 6], table.ids(table.add(2, 2)), [7]]) for _ in range(2)]
     prompts += prompts
-    from mindgrpo.algorithm.sample import LENGTH, Rollout
-
     ones = [np.ones(3, np.int32)] * 4
     rollout = Rollout.single_turn(
         prompts, ones, [LENGTH] * 4, [np.zeros(3, np.float32)] * 4, [0, 1, 0, 1]
@@ -108,3 +116,56 @@ def test_log_probs_and_every_gradient_are_those_of_transformers(
         for name, expected in golden.gradients.items():
             gap = np.abs(views[name] - expected).max()
             assert gap < 1e-5 * np.abs(expected).max(), name
+
+
+def engine_of(
+    golden: GoldenImages, backend: Backend, sampling: SamplingParams, kernels: Kernels | None = None
+) -> EmbeddedEngine:
+    engine = EmbeddedEngine(
+        golden.config,
+        golden.layout,
+        backend,
+        sampling,
+        # Prompts longer than a call computes at once, and fewer prefix blocks than prompts.
+        KVCacheConfig(6, 4, None, 96, sampling.max_tokens),
+        kernels,
+        images=golden.images,
+    )
+    engine.load(str(golden.directory), 0)
+    return engine
+
+
+@pytest.mark.parametrize("decoder", ["loop", "plain"])
+def test_greedy_tokens_are_those_of_transformers(golden: GoldenImages, decoder: str) -> None:
+    """One of them draws the token that stands for images in text."""
+    alone = connect(SHARED_MEMORY, {}, RuntimeSettings(matmul_precision="highest"))
+    sampling = SamplingParams(temperature=0.0, max_tokens=12)
+    engine = engine_of(golden, alone, sampling, Kernels() if decoder == "plain" else None)
+    chosen = [k for k in range(SAMPLES) if f"greedy/{k}" in golden.values]
+    requests = [Request(golden.prompt(k), (k,)) for k in chosen]
+    samples = engine.generate(requests, sampling, SeedKey(0, 0, 0), 0)
+    for k, sample in zip(chosen, samples, strict=True):
+        assert sample.tokens.tolist() == golden.values[f"greedy/{k}"].tolist()
+    alone.close()
+
+
+@pytest.mark.parametrize("precision", ["highest", "medium"])
+def test_generator_and_trainer_agree_in_every_bit(golden: GoldenImages, precision: Any) -> None:
+    alone = connect(SHARED_MEMORY, {}, RuntimeSettings(matmul_precision=precision))
+    alone.kernels.batch_invariant = True
+    sampling = SamplingParams(max_tokens=12, stop_ids=(94,))
+    engine = engine_of(golden, alone, sampling)
+    requests = [Request(golden.prompt(k), tuple(range(4 * k, 4 * k + 4))) for k in range(SAMPLES)]
+    samples = engine.generate(requests, sampling, SeedKey(0, 0, 1), 0)
+    rollout = Rollout(tuple(samples), tuple(i // 4 for i in range(len(samples))))
+    shape = MicroShape(2, 192)
+    adamw = AdamWSettings(0.9, 0.95, 1e-8, 0.0)
+    settings = UpdateSettings(shape, 192, 1.0, KEEP_ALL, loss_of(), 1.0, adamw)
+    policy = Policy(golden.config, golden.layout, alone, settings, images=golden.images)
+    load_weights(policy.weights, golden.directory)
+    batches = PackedRollout(rollout, golden.table).micro_batches(shape, 1, 0)
+    results, _ = policy.pipeline.log_probs(batches)
+    logps = by_sample(batches, results, policy.shard.context_group)
+    for i, sample in enumerate(samples):
+        np.testing.assert_array_equal(logps[i][0], sample.logps)
+    alone.close()

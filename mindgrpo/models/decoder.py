@@ -266,7 +266,7 @@ class SummedLayer(nn.Cell):
 class Rotary:
     """The rotary tables of a stage's layers, float32 [positions, 2 D] each; `of_layer` is the table of each layer.
 
-    They are None if positions have several axes: then StageInputs hold angles.
+    If positions have several axes, StageInputs hold angles, and the tables serve for tokens behind a prompt only.
     `is_cached`: for heads in the layout of the plain decoder's KV cache.
     """
 
@@ -276,23 +276,23 @@ class Rotary:
         kinds = sorted(set(local))
         nope_dim = config.latent.rank if config.latent is not None and is_cached else None
         self.tables = [
-            rotary_table(config, num_positions, is_local, nope_dim)
-            if config.rope_sections is None
-            else None
-            for is_local in kinds
+            rotary_table(config, num_positions, is_local, nope_dim) for is_local in kinds
         ]
         self.of_layer = tuple(kinds.index(is_local) for is_local in local)
 
+    def _table(self, kind: int) -> np.ndarray | None:
+        return self.tables[kind] if self.shard.config.rope_sections is None else None
+
     def context(self, kind: int, is_causal: bool) -> nn.Cell:
         """Returns the cell (*StageInputs) -> the context that attention with table `kind` takes."""
-        group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
+        group, kernels, table = self.shard.context_group, self.shard.kernels, self._table(kind)
         if group.size == 1:
             return UnsharedRows(kernels.rope_and_mask(table, is_causal))
         return kernels.context_inputs(table, group.index)
 
     def attention(self, heads: Heads, kind: int, is_causal: bool, gathers_again: bool) -> nn.Cell:
         """Returns the attention cell of packed rows, context-parallel if ranks share rows."""
-        group, kernels, table = self.shard.context_group, self.shard.kernels, self.tables[kind]
+        group, kernels, table = self.shard.context_group, self.shard.kernels, self._table(kind)
         if group.size == 1:
             return kernels.attention(heads, table, is_causal)
         gather = self.shard.gather_context()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
 from mindgrpo.backend.contract import Backend, Pool
 from mindgrpo.backend.kernels.contract import Kernels
@@ -32,7 +33,7 @@ class EmbeddedEngine:
     """A RolloutEngine with memory for what `cache_config` says; `kernels` other than the backend's are for tests.
 
     `sampling.max_tokens` and `repetition_penalty` decide what there is memory for. With `records_routes` samples of
-    models with experts have those of their tokens, but for evaluations.
+    models with experts have those of their tokens, but for evaluations. `images` are the features of prompts.
     """
 
     capabilities = Capabilities("embedded")
@@ -46,6 +47,7 @@ class EmbeddedEngine:
         cache_config: KVCacheConfig,
         kernels: Kernels | None = None,
         records_routes: bool = False,
+        images: ImageFeatures | None = None,
     ) -> None:
         self.sampling, self._backend = sampling, backend
         self._records_routes = records_routes and config.moe is not None
@@ -63,7 +65,7 @@ class EmbeddedEngine:
         shard.kernels = kernels or backend.kernels
         in_slots = shard.kernels.has_slots and not missing_options(config)
         decoder = SlotDecoder if in_slots else PlainDecoder
-        self._decoder = decoder(shard, backend, sampling, cache_config)
+        self._decoder = decoder(shard, backend, sampling, cache_config, images)
 
     @property
     def pools(self) -> Mapping[str, Sequence[Pool]]:

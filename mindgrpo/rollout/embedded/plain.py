@@ -20,11 +20,13 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
+from mindgrpo.algorithm.image_tokens import AXES, ImageFeatures
 from mindgrpo.backend.contract import DECODE, Backend, Pool
 from mindgrpo.backend.dtypes import Dtype
 from mindgrpo.backend.kernels.rollout import GenerationBatch
 from mindgrpo.backend.kernels.shapes import NEVER, SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
+from mindgrpo.models.rotary import PositionAngles
 from mindgrpo.models.shard import Shard, routing
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, read_length
 from mindgrpo.rollout.embedded.pages import SPARE, PageTable
@@ -38,6 +40,8 @@ IDLE = -1
 class Decode(nn.Cell):
     """(tokens int32 [B], positions int32 [B], cache_rows int32 [B K], pages int32 [B K, S / P], keys int32 [B, 2],
     banned float32 [B]) -> the candidates of every slot's next token, as sampling.Candidates gives them.
+
+    Of models that see images, `turned` int32 [B] follow, the positions of rotary embeddings.
 
     A token's keys and values go to `cache_rows`, and it sees what `pages` have up to its position. `keys` are the
     noise's, the lower and the upper half of each. The same call again gives the same: what it writes to the cache is a
@@ -76,15 +80,24 @@ class Decode(nn.Cell):
         self.ids = Tensor([list(range(first, first + vocabulary))], ms.int32)
 
     def construct(
-        self, tokens: Any, positions: Any, cache_rows: Any, pages: Any, keys: Any, banned: Any
+        self,
+        tokens: Any,
+        positions: Any,
+        cache_rows: Any,
+        pages: Any,
+        keys: Any,
+        banned: Any,
+        turned: Any = None,
     ) -> Any:
+        if turned is None:
+            turned = positions
         past = ops.cast(self.order <= ops.expand_dims(positions, 1), ms.float32)
         mask = ops.expand_dims((past - 1.0) * -NEVER, 1)
         if self.kv > 1:
             mask = ops.tile(mask, (1, self.kv, 1)).reshape(-1, 1, self.read)
         angles = []
         for table in self.tables:
-            angles.append(self.angles(ops.expand_dims(ops.gather(table, positions, 0), 1)))
+            angles.append(self.angles(ops.expand_dims(ops.gather(table, turned, 0), 1)))
         # Of a tied table that is read both before and behind writes to the cache, MindSpore would make a copy.
         table = ops.stop_gradient(self.head.table)
         x = self.embed.rows(tokens, table if self.is_tied else self.embed.table)
@@ -109,6 +122,8 @@ class Decode(nn.Cell):
 class Prefill(nn.Cell):
     """Writes keys and values of prompts int32 [N / T, T] into the cache: rows `source` int32 [C] of [N K, D], token by
     token, go to `cache_rows` int32 [C]. If it `records_routes`, it returns the tokens' experts int32 [layers, N, K].
+
+    Of models that see images, angles float32 [N, 1, 2 D] and features [N, H] follow, as in decoder.StageInputs.
     """
 
     def __init__(
@@ -132,11 +147,17 @@ class Prefill(nn.Cell):
         causal = np.tril(np.ones((1, 1, length, length), np.float32))
         self.mask = Tensor((causal - 1.0) * np.float32(-NEVER))
 
-    def construct(self, tokens: Any, source: Any, cache_rows: Any) -> Any:
-        angles = []
-        for table in self.tables:
-            angles.append(ops.tile(table, (tokens.shape[0], 1, 1)))
-        x = self.embed(tokens.reshape(-1))
+    def construct(
+        self, tokens: Any, source: Any, cache_rows: Any, turns: Any = None, features: Any = None
+    ) -> Any:
+        if turns is None:
+            angles = []
+            for table in self.tables:
+                angles.append(ops.tile(table, (tokens.shape[0], 1, 1)))
+            x = self.embed(tokens.reshape(-1))
+        else:
+            angles = [turns]
+            x = self.embed.with_features(tokens.reshape(-1), features)
         added, routes = x, []
         for i in range(len(self.layers)):
             context = (self.mask, angles[self.rotary_of[i]], source, cache_rows)
@@ -177,9 +198,17 @@ class PlainDecoder:
     """Runs jobs through `cache_config.slots` slots, with as many samples at a time as have pages."""
 
     def __init__(
-        self, shard: Shard, backend: Backend, sampling: SamplingParams, cache_config: KVCacheConfig
+        self,
+        shard: Shard,
+        backend: Backend,
+        sampling: SamplingParams,
+        cache_config: KVCacheConfig,
+        images: ImageFeatures | None = None,
     ) -> None:
         self._shard, self._sampling, self._cache_config = shard, sampling, cache_config
+        self._images = images
+        if images is not None:
+            self._angles = PositionAngles(shard.config, cache_config.max_prompt)
         self._progress = partial(backend.health.progress, "samples")
         self._length = cache_config.longest
         self._prompts_at_once = cache_config.prompts_at_once
@@ -229,6 +258,8 @@ class PlainDecoder:
         slots = self._cache_config.slots
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
+        # What is added to positions behind a prompt with images.
+        self._shifts = np.zeros(slots, np.int32)
         self._pages = PageTable(self._cache_config, self._kv_heads)
         self._routes = _Routes(self._shard, batch)
         waiting = deque(self._groups(batch))
@@ -267,6 +298,8 @@ class PlainDecoder:
             taken.append((prompt, slots))
             self._sample[slots] = samples
             self._tokens[slots], self._positions[slots] = prompt[-1], len(prompt) - 1
+            if self._images is not None:
+                self._shifts[slots] = self._images.table.positions(prompt)[1] - len(prompt)
         for start in range(0, len(taken), self._prompts_at_once):
             self._fill(taken[start : start + self._prompts_at_once])
         self._mark_seen(taken)
@@ -284,8 +317,15 @@ class PlainDecoder:
             copies = self._pages.prompt_copies(index, longest, len(prompt), slots)
             begin, end = end, end + len(copies[0])
             source[begin:end], rows[begin:end] = copies
-        inputs = Tensor(tokens), Tensor(source), Tensor(rows)
-        made = self._prefill(self._routes.are_wanted)(*inputs)
+        inputs = [tokens, source, rows]
+        if self._images is not None:
+            positions = np.zeros((*tokens.shape, AXES), np.int32)
+            for index, (prompt, _) in enumerate(part):
+                positions[index, : len(prompt)] = self._images.table.positions(prompt)[0]
+            angles = self._angles.of(positions)
+            inputs.append(angles.reshape(tokens.size, 1, -1))
+            inputs.append(self._images.rows(tokens.reshape(-1)))
+        made = self._prefill(self._routes.are_wanted)(*map(Tensor, inputs))
         if self._routes.are_wanted:
             samples = [int(self._sample[slots[0]]) for _, slots in part]
             self._routes.take_prompts(made.asnumpy(), samples, longest)
@@ -337,7 +377,9 @@ class PlainDecoder:
         read = self._length if takes_all else read_length(self._length, last)
         rows = self._pages.cache_rows(np.arange(len(keys)), self._positions)
         halves = keys.view(np.int32).reshape(-1, 2)
-        inputs = (self._tokens, self._positions, rows, self._pages.pages(read), halves, banned)
+        inputs = [self._tokens, self._positions, rows, self._pages.pages(read), halves, banned]
+        if self._images is not None:
+            inputs.append(np.maximum(self._positions + self._shifts, 0))
         records = self._routes.are_wanted
         made = self._decoder(read, self._sampling, takes_all, records)(*map(Tensor, inputs))
         columns, routes = made if records else (made, None)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
 from mindgrpo.backend.dtypes import ITEM_BYTES
 from mindgrpo.backend.kernels.rollout import (
@@ -28,7 +29,7 @@ from mindgrpo.backend.kernels.rollout import (
     TokenWeights,
 )
 from mindgrpo.backend.kernels.shapes import SamplingParams
-from mindgrpo.models.rotary import rotary_table
+from mindgrpo.models.rotary import PositionAngles, rotary_table
 from mindgrpo.models.shard import Shard, cached_heads, local_inner, local_latents
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
@@ -123,9 +124,17 @@ class SlotDecoder:
     """Runs jobs through the slots that the backend's kernels keep."""
 
     def __init__(
-        self, shard: Shard, backend: Backend, sampling: SamplingParams, cache_config: KVCacheConfig
+        self,
+        shard: Shard,
+        backend: Backend,
+        sampling: SamplingParams,
+        cache_config: KVCacheConfig,
+        images: ImageFeatures | None = None,
     ) -> None:
         self._cache_config = cache_config
+        self._images = images
+        if images is not None:
+            self._angles = PositionAngles(shard.config, cache_config.max_prompt)
         model_shape = _model_shape(shard)
         penalised = sampling.repetition_penalty != 1.0
         sizes = KVCacheSizes.of(cache_config, model_shape, penalised)
@@ -242,7 +251,10 @@ class SlotDecoder:
         for prefix in free[: len(waiting)].tolist():
             index, samples = waiting.popleft()
             indices.append(index)
-            brought.append((prefix, batch.prompts[index]))
+            prompt = batch.prompts[index]
+            brought.append((prefix, prompt))
+            if self._images is not None:
+                self._slots.shifts[prefix] = self._images.table.positions(prompt)[1] - len(prompt)
             for sample in samples:
                 self._slots.enqueue(sample, prefix)
         if not brought:
@@ -264,12 +276,21 @@ class SlotDecoder:
         seen = np.concatenate([np.arange(1, len(p), dtype=np.int32) for _, p in brought])
         tokens = np.concatenate([p[:-1] for _, p in brought] + [[p[-1] for _, p in brought]])
         starts = np.array([prefix for prefix, _ in brought], np.int32)
+        angles = features = None
+        if self._images is not None:
+            positions = [self._images.table.positions(p)[0][:-1] for _, p in brought]
+            angles = self._angles.of(np.concatenate(positions))
         size, keys = self._cache_config.prompt_rows, len(prefix_blocks)
         for begin in range(0, len(tokens), size):
             end = min(begin + size, len(tokens))
             rows = slice(begin, min(end, keys))
             first_inputs = starts[max(0, begin - keys) : max(0, end - keys)]
-            self._slots.fill(tokens[begin:end], prefix_blocks[rows], seen[rows], first_inputs)
+            own = tokens[begin:end]
+            if self._images is not None:
+                features = self._images.rows(own[own < 0])
+            of_rows = None if angles is None else angles[rows]
+            arrays = prefix_blocks[rows], seen[rows], first_inputs, of_rows, features
+            self._slots.fill(own, *arrays)
             if records_routes:
                 recorded.append(self._slots.prompt_routes())
         return np.concatenate(recorded) if records_routes else None

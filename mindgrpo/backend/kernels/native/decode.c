@@ -37,8 +37,9 @@ static int work_of(const Call *call, const Rollout *g, int64_t layer, int is_pro
         return refuse(call, "rooms of %ld and %ld positions are not in the cache", g->slot_size, g->prefix_block_size);
     for (int64_t i = 0; i < w->rows; i++) {
         int64_t prefix = w->prefix[i], shared = w->shared[i], own = own_of(w, i), slot = w->own ? g->row_slot[i] : 0;
+        int64_t count = shared + own + (own && prefix >= 0 && prefix < g->users_count ? g->prefix_shift[prefix] : 0);
         if (prefix < 0 || prefix >= prefix_blocks || shared < 0 || shared > g->prefix_block_size || own < 0 || own > g->slot_size ||
-            slot < 0 || slot >= g->slots || shared + own < 1 || (shared + own) * 2 * g->dim > g->rotary_count)
+            slot < 0 || slot >= g->slots || count < 1 || count * 2 * g->dim > g->rotary_count)
             return refuse(call,
                           "row %ld has %ld keys in prefix %ld and %ld in slot %ld: not there, or without a rotary angle",
                           i, shared, prefix, own, slot);
@@ -73,6 +74,8 @@ static void keep_row(const Work *w, int64_t row) {
     int64_t dim = g->dim, shared = w->shared[row], own = own_of(w, row), at = own ? own - 1 : shared - 1;
     Region target = own ? slot_region(g, w->layer, g->row_slot[row]) : prefix_region(g, w->layer, w->prefix[row]);
     const float *angles = g->rotary + 2 * dim * (shared + own - 1);
+    if (own) angles += 2 * dim * g->prefix_shift[w->prefix[row]];
+    if (!own && g->prompt_angles_count) angles = g->prompt_angles + 2 * dim * row;
     float *source = w->qkv + row * w->width, rotated[dim];
     for (int64_t head = 0; head < g->queries + g->kv; head++, source += dim) {
         int is_query = head < g->queries;

@@ -80,7 +80,18 @@ KERNEL(rollout_prompts, "tokens i32[N], number i32[1]") {
         if (g->start_prefix[i] < 0 || g->start_prefix[i] >= g->users_count)
             return refuse(call, "no prefix %d", g->start_prefix[i]);
     float *x = g->scratch, *delta = x + count * hidden;
-    for (int64_t i = 0; i < count; i++) embed_token(g, tokens[i], x + i * hidden);
+    int64_t features = 0;
+    for (int64_t i = 0; i < count; i++) features += tokens[i] < 0;
+    if (features * hidden != g->prompt_features_count)
+        return refuse(call, "%ld numbers of features for %ld tokens of images", g->prompt_features_count, features);
+    const float *feature = g->prompt_features;
+    for (int64_t i = 0; i < count; i++) {
+        embed_token(g, tokens[i], x + i * hidden);
+        if (tokens[i] >= 0) continue;
+        /* One rank adds it to the sum over the ranks. */
+        if (g->tp_rank == 0) memcpy(x + i * hidden, feature, hidden * sizeof(float));
+        feature += hidden;
+    }
     int status = sum_over_ranks(call, g->group, x, count * hidden);
     for (int64_t i = 0; i < g->prompt_starts && !status; i++)
         memcpy(g->starts + g->start_prefix[i] * hidden, x + (rows + i) * hidden, hidden * sizeof(float));

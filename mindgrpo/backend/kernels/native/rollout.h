@@ -77,7 +77,11 @@
     ARRAY(uint16_t, routes, 0) ARRAY(uint16_t, prompt_routes, g->routes_count ? g->prompt_rows * g->expert_layers * g->routed : 0) \
     /* tokens of prompts: prefix and number of keys seen, the own included; prefix blocks of first inputs */            \
     NUMBER(int64_t, prompt_rows) NUMBER(int64_t, prompt_starts) ARRAY(int32_t, prompt_row_prefix, g->prompt_rows) \
-    ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)
+    ARRAY(int32_t, prompt_row_seen, g->prompt_rows) ARRAY(int32_t, start_prefix, g->prompt_starts)                 \
+    /* of models that see images: rotary angles of the tokens of prompts, and features that stand for those below 0, one  \
+     * after another; what is added to the positions behind the prompt of each prefix block */                          \
+    ARRAY(float, prompt_angles, g->prompt_angles_count ? 2 * g->dim * g->prompt_rows : 0)                             \
+    ARRAY(float, prompt_features, 0) ARRAY(int32_t, prefix_shift, g->users_count)
 
 /* A layer's matrices, counted from first_matrix; the last two are there for each of its experts, and again for the one that
  * all tokens pass. At the end of a layer's comes what makes queries of their latents. After all layers' comes the head's. */

@@ -172,6 +172,7 @@ class Slots:
     """Decodes samples in parallel slots (continuous batching). All ranks of the tp group must make the same calls.
 
     `users` int32 [prefix blocks] counts the running and waiting samples of each prefix block; blocks with 0 are free.
+    `shifts` int32 [prefix blocks] are added to the positions behind the prompt of a block (M-RoPE), 0 for text.
     Dimensions of weights: H hidden size, W width of the qkv projection, D head dim, Q query heads, I MLP size, V
     vocabulary shard; X local experts of MLP size J, E all experts, S shared expert's MLP size; C and A ranks of the
     key-value and query latents, with up-projections of width Z and U.
@@ -210,6 +211,9 @@ class Slots:
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // model_shape.hidden, np.int32),
             "start_prefix": np.zeros(prompt_rows, np.int32),
+            "prefix_shift": np.zeros(memory.starts.size // model_shape.hidden, np.int32),
+            "prompt_angles": np.zeros(0, np.float32),
+            "prompt_features": np.zeros(0, np.float32),
         }
         rows = dict.fromkeys(("sample", "slot", "prefix", "shared", "own"), slots)
         arrays |= {f"row_{name}": np.zeros(count, np.int32) for name, count in rows.items()}
@@ -238,7 +242,7 @@ class Slots:
         self._table["itemsize"] = memory.cache.itemsize
         for name, array in arrays.items():
             self._table[name] = array
-        self.users = arrays["users"]
+        self.users, self.shifts = arrays["users"], arrays["prefix_shift"]
 
     def take_weights(self, layers: Sequence[LayerWeights], token: TokenWeights) -> None:
         """Registers the weights, which are read in place; call it again whenever they have changed."""
@@ -427,14 +431,19 @@ class Slots:
         prefix_blocks: np.ndarray,
         seen: np.ndarray,
         start_prefixes: np.ndarray,
+        angles: np.ndarray | None = None,
+        features: np.ndarray | None = None,
     ) -> None:
         """Prefills `tokens` int32 [n + m] of prompts.
 
         The first n write their keys and values to `prefix_blocks` int32 [n], and attend to `seen` int32 [n] keys,
         their own included. The other m are last tokens of prompts, the first inputs of the samples of prefix blocks
-        `start_prefixes` int32 [m].
+        `start_prefixes` int32 [m]. `angles` float32 [n, 2 D] are rotary angles in the place of positions, and
+        `features` float32 [k, H] the embeddings of the k tokens below 0, in order.
         """
         table = self._table
+        for name, array in (("prompt_angles", angles), ("prompt_features", features)):
+            table[name] = np.zeros(0, np.float32) if array is None else np.ascontiguousarray(array)
         table["prompt_row_prefix"][: len(prefix_blocks)] = prefix_blocks
         table["prompt_row_seen"][: len(prefix_blocks)] = seen
         table["start_prefix"][: len(start_prefixes)] = start_prefixes
