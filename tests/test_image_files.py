@@ -365,6 +365,7 @@ def seeds_of_damage() -> list[bytes]:
         coded(small),
         coded(alpha),
         coded(small.convert("P"), transparency=3),
+        coded(small, transparency=(0, 0, 0)),
         coded(small.convert("1")),
         coded(small, save_all=True, append_images=[drawn(24, 18)]),
         coded(small, "JPEG"),
@@ -412,7 +413,8 @@ def test_damaged_files_give_patches_or_a_sentence_with_their_place(
     chance = random.Random(20250101)
     files = seeds_of_damage()
     for data in files:
-        assert of_bytes(data).patches(RULE)
+        expected = patches_of(Image.open(io.BytesIO(data)), RULE)[0]
+        assert of_bytes(data).patches(RULE)[0].tobytes() == expected.tobytes()
     refusals = 0
     for index in range(1000):
         image = of_bytes(damaged(files[index % len(files)], chance))
