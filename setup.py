@@ -52,6 +52,7 @@ INSTALL_REQUIRES = [
     "jinja2>=3.1.6",
     "pyarrow<26",  # 26 does not import beside numpy 1, and its metadata does not say so
     "matplotlib",
+    "pillow",  # images in prompts; matplotlib needs it anyway
     "tensorboardX",
     "rich",
     "psutil",
