@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parent
 # What `mindgrpo example` copies. Scripts and clusters' files need a clone.
 SHIPPED = ("examples", "model_configs")
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.sh", "cluster")
-MADE = ROOT / "examples" / "grpo" / "smollm2_sums" / "model"
+# What examples make for themselves.
+MADE = [ROOT / "examples" / "grpo" / name for name in ("smollm2_sums/model", "tiny_shapes/made")]
 
 
 class BuildWithExamples(build_py):
@@ -29,7 +30,7 @@ class BuildWithExamples(build_py):
 
 
 def not_shipped(folder: str, names: list[str]) -> set[str]:
-    return {*NOT_SHIPPED(folder, names), *({MADE.name} if Path(folder) == MADE.parent else ())}
+    return {*NOT_SHIPPED(folder, names), *(made.name for made in MADE if made.parent == Path(folder))}
 
 
 def read_version() -> str:

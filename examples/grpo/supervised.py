@@ -18,14 +18,18 @@ import numpy as np
 from mindgrpo.algorithm.schedule import LRSchedule
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.weights.expert_files import file_tensors
-from mindgrpo.weights.model_files import SafetensorsWriter
+from mindgrpo.weights.model_files import VISUAL, SafetensorsWriter
 from mindgrpo.weights.pretrained import generator_of
 
 ROWS_A_STEP, ROW_LENGTH, ROWS_A_MICRO_BATCH = 76, 128, 32
 SCALE, WARMUP = 0.04, 50
 # In models with experts: random attention gives all tokens of a text the same mean, by which routers of later layers
 # would choose the same experts for all of them, and nothing here balances experts.
+PIXELS = "preprocessor_config.json"
+# The last three are a vision encoder's.
+NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
 WRITE_NOTHING_AT_FIRST = ("o_proj.weight", "down_proj.weight")
 
 Rows = Sequence[Mapping[str, Any]]
@@ -42,12 +46,18 @@ class Stage:
 def write_random_model(model: dict[str, Any], directory: Path, seed: int) -> None:
     """Writes config.json and float32 weights; `model` is the content of config.json."""
     directory.mkdir(parents=True)
-    specs = parameter_specs(decoder_config(model, "the example's config.json"))
+    config = decoder_config(model, "the example's config.json")
+    specs = parameter_specs(config)
+    if config.vision is not None:
+        specs += vision_specs(config.vision)
     has_experts = any(len(spec.shape) == 3 for spec in specs)
     values = {}
     for spec in specs:
-        drawn = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32) * SCALE
-        if len(spec.shape) == 1 and spec.name.endswith("norm.weight"):
+        drawn = generator_of(spec.name, seed).standard_normal(spec.shape, dtype=np.float32)
+        # A vision encoder stays random, so its layers have to change what they get.
+        is_vision = spec.name.startswith(VISUAL) and len(spec.shape) > 1
+        drawn *= spec.shape[-1] ** -0.5 if is_vision else SCALE
+        if len(spec.shape) == 1 and spec.name.endswith(NORMS):
             drawn[...] = 1.0
         elif has_experts and spec.name.endswith(WRITE_NOTHING_AT_FIRST):
             drawn[...] = 0.0
@@ -76,6 +86,8 @@ def warm_start(
         work = Path(folder)
         source = work / "random"
         write_random_model(model, source, seed)
+        if (tokenizer / PIXELS).exists():
+            shutil.copyfile(tokenizer / PIXELS, source / PIXELS)
         for number, stage in enumerate(stages):
             rows, run = work / f"stage_{number}.jsonl", work / f"stage_{number}"
             rows.write_text("".join(json.dumps(row) + "\n" for row in stage.rows))
