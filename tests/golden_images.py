@@ -1,4 +1,4 @@
-"""The vision-language model of tests/golden/, its images and prompts, for the tests that compare it with something else.
+"""The vision-language model of tests/golden/, its images and prompts, for tests that compare it with something else.
 
 Refuses to compare. tests/golden/make_images.py made the model and the values of transformers beside it.
 """

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from typing_extensions import Self
-
 import numpy as np
 from algorithms import loss_of
 from mindspore import Tensor, nn, ops
 from safetensors.numpy import save_file
+from typing_extensions import Self
 
 from mindgrpo.algorithm.context_split import COLUMNS_A_RANK
 from mindgrpo.algorithm.image_tokens import ImageFeatures

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_images import SAMPLES, GoldenImages, read_golden_images
 from algorithms import loss_of
+from golden_images import SAMPLES, GoldenImages, read_golden_images
 from golden_models import BOUNDS, all_in_one_row, each_in_its_row, loaded_weights, train
 from mindspore import Tensor, nn
 

@@ -129,7 +129,9 @@ def test_attention_agrees_on_shared_prompts_runs_and_padding(heads: Heads, seed:
     inputs[4] = rotary[positions]
     of_angles = both(partial(AttentionOfRows, heads=heads, rotary=None), inputs)
     for (outs, gradients), (others, other_gradients) in zip(results, of_angles, strict=True):
-        for one, other in zip([*outs, *gradients[:4]], [*others, *other_gradients[:4]], strict=True):
+        for one, other in zip(
+            [*outs, *gradients[:4]], [*others, *other_gradients[:4]], strict=True
+        ):
             np.testing.assert_array_equal(one, other)
 
 

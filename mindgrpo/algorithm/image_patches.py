@@ -16,6 +16,15 @@ import numpy as np
 Grid = tuple[int, int]
 
 
+# A row has at least so many patches, so that small images share one.
+LEAST_PATCHES, PATCHES_UNIT = 1024, 256
+
+
+def row_length(largest: int, merged: int) -> int:
+    """Returns the patches of a row for images of at most `largest` features of `merged` patches each."""
+    return max(LEAST_PATCHES, -(-largest * merged // PATCHES_UNIT) * PATCHES_UNIT)
+
+
 @dataclass(frozen=True)
 class EncoderRow:
     """A row of P patches: patches `order` int [p] of its images' patches, one after another, followed by padding.

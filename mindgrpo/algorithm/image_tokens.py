@@ -1,4 +1,4 @@
-"""Tokens of images: which image and which of its features stands at each place of a prompt, and at what positions. Pure.
+"""Tokens of images: which image's features stand at which places of a prompt, and at what positions. Pure.
 
 A prompt holds a negative id in the place of each feature of an image. The ids of all images of a run differ, so that
 prompts with the same text and different images have different ids: whatever is shared, cached or compared by ids needs
@@ -113,7 +113,7 @@ class ImageFeatures:
         self._by_image = {i: own for i, own in self._by_image.items() if i in wanted}
 
     def _images_of(self, prompts: Iterable[np.ndarray]) -> set[int]:
-        return {place.number for ids in prompts for place in self.table.places(ids)}
+        return {image.number for ids in prompts for image in self.table.places(ids)}
 
     def add(self, number: int, features: np.ndarray) -> None:
         """Raises ValueError for an array of another shape than that of the image's features."""

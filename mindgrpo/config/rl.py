@@ -158,6 +158,11 @@ class TrainingKeys(CheckpointKeys):
     prompt_overflow: Literal["error", "drop", "left", "right"] = "error"
     """what to do with a prompt that is longer than generate_config.max_prompt_length. error: report an error; drop:
     skip the row; left, right: truncate the prompt on that side"""
+    min_pixels: int | None = Field(None, ge=1)
+    """smallest area in pixels that images are resized to; null: as the model's preprocessor_config.json says"""
+    max_pixels: int | None = Field(None, ge=1)
+    """largest area in pixels that images are resized to, 784 of them a token in Qwen2.5-VL; null: as the model's
+    preprocessor_config.json says, but no more than generate_config.max_prompt_length tokens"""
     epochs: int = Field(1, ge=1)
     """number of passes over the data set if max_steps is null"""
     max_steps: int | None = Field(None, ge=1)

@@ -12,8 +12,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mindgrpo.data.image_prompts import IMAGE_COLUMNS, image_column, text_of, with_images
+from mindgrpo.data.images import ImageFile
 from mindgrpo.data.messages import Message, is_answered, messages_of, written_messages
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
@@ -48,7 +51,8 @@ class Example:
 
     `unanswered` is what to do about a row that has no gold answer, if a reward asks for it; "" where it has one.
     `read_from` says which columns prompt and answer are; "" where that was settled at a conversion.
-    `is_conversation` is whether the row has its prompt as messages, not as a text.
+    `is_conversation` is whether the row has its prompt as messages, not as a text. `images` are those of the messages,
+    in order.
     """
 
     messages: tuple[Message, ...]
@@ -58,10 +62,11 @@ class Example:
     unanswered: str = ""
     read_from: str = ""
     is_conversation: bool = False
+    images: tuple[ImageFile, ...] = ()
 
     @property
     def question(self) -> str:
-        return str(self.messages[-1]["content"])
+        return text_of(self.messages[-1]["content"])
 
     @property
     def is_question(self) -> bool:
@@ -102,13 +107,16 @@ class RowForm:
 
     `key_map` is NAME -> key of the row, or path of keys with dots; an empty one for `answer` says that there is no
     gold answer. `columns` are those that rewards get; None means all. `keeps_answer` is whether they get the column
-    `answer` as the row has it, as in TRL, and not the gold answer.
+    `answer` as the row has it, as in TRL, and not the gold answer. `sees_images`: the columns `images` and `image`, and
+    parts of messages, are images, whose relative paths start at `folder`.
     """
 
     dataset_type: str | None = None
     key_map: Mapping[str, str] = field(default_factory=dict)
     columns: Sequence[str] | None = None
     keeps_answer: bool = False
+    sees_images: bool = False
+    folder: Path = Path()
 
     def __post_init__(self) -> None:
         if self.dataset_type not in (None, *DATASET_TYPES):
@@ -127,9 +135,16 @@ class RowForm:
         sources = [
             key for source in self.key_map.values() for key in (source, source.split(".")[0])
         ]
-        return list(
-            dict.fromkeys([*self.question_keys, *ANSWER_KEYS, VERL_COLUMN, *sources, *self.columns])
-        )
+        own = [*self.question_keys, *ANSWER_KEYS, VERL_COLUMN, *self.image_columns, *sources]
+        return list(dict.fromkeys([*own, *self.columns]))
+
+    @property
+    def image_columns(self) -> tuple[str, ...]:
+        """Returns the row's keys that may hold images, which need not be JSON."""
+        if not self.sees_images:
+            return ()
+        renamed = [self.key_map[name] for name in IMAGE_COLUMNS if name in self.key_map]
+        return (*IMAGE_COLUMNS, *renamed)
 
     def example(self, row: Any, where: str) -> Example:
         """Makes an example of a row that stands at `where`. Raises UserError."""
@@ -149,6 +164,7 @@ class RowForm:
                 f"{remedy(('question', *lacking), row)}"
             )
         messages = messages_of(row[question_key], f'{where}: "{question_key}"')
+        messages, images = self.with_images(messages, row, where)
         columns = {
             key: None if is_nan(value) else value
             for key, value in row.items()
@@ -174,7 +190,21 @@ class RowForm:
                     f"with my_{name}={name} in {MAP_WHERE} or leave it out with rl_config.dataset_columns"
                 )
         read_from = self._read_from(row, question_key, answer_key)
-        return Example(messages, answer, columns, where, unanswered, read_from, is_conversation)
+        read = unanswered, read_from, is_conversation
+        return Example(messages, answer, columns, where, *read, images)
+
+    def with_images(
+        self, messages: tuple[Message, ...], row: Row, where: str
+    ) -> tuple[tuple[Message, ...], tuple[ImageFile, ...]]:
+        """Returns the messages with places of images, and the images. Raises UserError."""
+        if self.sees_images:
+            return with_images(messages, image_column(row), where, self.folder)
+        if any(not isinstance(message["content"], str) for message in messages):
+            raise UserError(
+                f"{where} has images in its messages, but the model in actor_config.load sees none; train a "
+                "vision-language model (qwen2_5_vl), or leave the images out"
+            )
+        return messages, ()
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""

@@ -16,6 +16,7 @@ Message = Mapping[str, Any]
 
 # How texts begin that other programs write for a list of messages into CSV: as JSON, or as Python shows it.
 WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content|from|value)["']\s*:""")
+IMAGE_PARTS = ("image", "image_url", "input_image")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
@@ -32,11 +33,12 @@ def messages_of(value: object, where: str) -> tuple[Message, ...]:
     if not messages:
         raise UserError(f"{where} is an empty list; it must hold at least one message")
     last = messages[-1]
+    text = last["content"]
     if last["role"] in ("assistant", "system"):
         raise UserError(
             f"{where} ends with the {last['role']} message, which leaves nothing to answer; end it with the user's last"
         )
-    if not last["content"].strip():
+    if not (text.strip() if isinstance(text, str) else text):
         raise UserError(f"{where} ends with an empty {last['role']} message; it must ask something")
     return messages
 
@@ -79,13 +81,37 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(held) for held in value] if isinstance(value, list) else value
 
 
+def parts_of(content: Sequence[Any], where: str) -> str | list[dict[str, Any]]:
+    """Reads a content of parts: returns text where it has no image, else {"type": "text", "text"} and {"type": "image"}
+    parts, the latter with their `source` unless a column holds it. Raises UserError for videos and others."""
+    made: list[dict[str, Any]] = []
+    for number, part in enumerate(content, 1):
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if isinstance(text, str) and kind in (None, "text", "input_text"):
+            made.append({"type": "text", "text": text})
+        elif isinstance(part, Mapping) and kind in IMAGE_PARTS:
+            has_source = any(key != "type" and value is not None for key, value in part.items())
+            made.append({"type": "image", **({"source": dict(part)} if has_source else {})})
+        else:
+            raise UserError(
+                f"{where}: part {number} of its content is {part!r:.60}; parts must be texts or images, as "
+                '{"type": "text", "text": "..."} and {"type": "image"}'
+            )
+    if any(part["type"] == "image" for part in made):
+        return made
+    return "".join(part["text"] for part in made)
+
+
 def message_of(value: object, where: str) -> Message:
     if isinstance(value, Mapping):
         rest = without_nulls(value)
         role, content = rest.get("role", rest.get("from")), rest.get("content", rest.get("value"))
         if content is None and rest.get("tool_calls"):
             content = ""
-        if isinstance(role, str) and role and isinstance(content, str):
+        if isinstance(content, list):
+            content = parts_of(content, where)
+        if isinstance(role, str) and role and isinstance(content, str | list) and content != []:
             for key in ("role", "from", "content", "value"):
                 rest.pop(key, None)
             return {"role": ROLES.get(role, role), "content": content, **rest}

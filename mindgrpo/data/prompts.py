@@ -12,12 +12,14 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, overload
 
 import numpy as np
 
 from mindgrpo.data.examples import Example
+from mindgrpo.data.image_prompts import UNNUMBERED, RunImages, SizedImage
+from mindgrpo.data.images import ImageFile
 from mindgrpo.data.messages import Message
 from mindgrpo.data.sources import ALONE, Examples, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
@@ -32,12 +34,16 @@ LETTERS_PER_TOKEN = 64
 
 @dataclass(frozen=True)
 class Fitted:
-    """A rendered prompt and its token ids. `example` is the one that was rendered: a shorter one where `is_cut`."""
+    """A rendered prompt and its token ids. `example` is the one that was rendered: a shorter one where `is_cut`.
+
+    Features of its `images` are UNNUMBERED in ids.
+    """
 
     example: Example
     text: str
     ids: tuple[int, ...]
     is_cut: bool = False
+    images: tuple[SizedImage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,8 @@ class PromptForm:
 
     `system_prompt` stands before every prompt that has no system message of its own. `max_prompt_length` counts
     tokens. `overflow` "left" takes away a conversation's oldest turns and then the start of the last message, "right"
-    the end of the last message; both leave the template whole. Raises UserError for other words.
+    the end of the last message; both leave the template whole. `images` are those of the run, None for a model that
+    sees none. Raises UserError for other words.
     """
 
     tokenizer: Tokenizer
@@ -54,6 +61,7 @@ class PromptForm:
     overflow: str = "error"
     system_prompt: str = ""
     tools: Sequence[Mapping[str, Any]] = ()
+    images: RunImages | None = None
 
     def __post_init__(self) -> None:
         if self.overflow not in OVERFLOWS:
@@ -88,9 +96,24 @@ class PromptForm:
         text = self.render(example)
         if len(text) > max(ENCODED_LETTERS, LETTERS_PER_TOKEN * self.max_prompt_length):
             return f"{len(text)} letters"
-        ids = tuple(self.tokenizer.encode(text))
+        ids, images = self.with_images(self.tokenizer.encode(text), example)
         is_long = len(ids) > self.max_prompt_length
-        return f"{len(ids)} tokens" if is_long else Fitted(example, text, ids)
+        of_images = f" ({sum(own < 0 for own in ids)} of images)" if images else ""
+        if is_long:
+            return f"{len(ids)} tokens{of_images}"
+        return Fitted(example, text, tuple(ids), images=images)
+
+    def with_images(
+        self, ids: list[int], example: Example
+    ) -> tuple[list[int], tuple[SizedImage, ...]]:
+        """Returns the ids of a rendered example with places for its images' features, and the images.
+
+        Raises UserError for an image that cannot be read, or without a place.
+        """
+        if self.images is None:
+            return ids, ()
+        sized = tuple(map(self.images.sized, example.images))
+        return self.images.expanded(ids, sized, example.where), sized
 
     def fit(self, example: Example) -> Fitted | None:
         """Returns None where the prompt is dropped; raises UserError, with the row, where a long one is an error."""
@@ -98,14 +121,17 @@ class PromptForm:
             whole = self.encoded(example)
             if isinstance(whole, Fitted):
                 return whole
-            if self.overflow == "error":
+            if self.overflow == "error" or (example.images and self.overflow != "drop"):
                 raise self.too_long(example.where, whole)
             return None if self.overflow == "drop" else self.cut(example)
 
     def too_long(self, where: str, length: str) -> UserError:
+        words = "drop, left or right"
+        if "images" in length:
+            words = "drop (a prompt with images is not cut), or lower rl_config.max_pixels"
         return UserError(
             f"{where}: the prompt is {length} long and {self.length_rule}; raise "
-            f"{self.length_rule.partition(' ')[0]} or set prompt_overflow to drop, left or right"
+            f"{self.length_rule.partition(' ')[0]} or set prompt_overflow to {words}"
         )
 
     def cut(self, example: Example) -> Fitted:
@@ -211,7 +237,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's prompts: int32 ids of all kept ones concatenated, lengths [n] and indices [n]."""
+    """One rank's prompts: int32 ids of all kept ones concatenated, lengths [n] and indices [n].
+
+    `images` are those of the prompts, in order, with the index of the row and their number in it.
+    """
 
     ids: np.ndarray
     lengths: np.ndarray
@@ -221,6 +250,7 @@ class Share:
     unanswered: str
     read_from: list[str]
     error: str | None
+    images: list[tuple[SizedImage, int, int]]
 
 
 def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) -> Share:
@@ -228,6 +258,7 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
     names: dict[str, None] = {}
     read_from: dict[str, None] = {}
     cut_indices: list[int] = []
+    images: list[tuple[SizedImage, int, int]] = []
     unanswered, error = "", None
     try:
         for index, example in enumerate(examples.read(start, stop), start=start):
@@ -240,6 +271,7 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
                 ids.extend(fitted.ids)
                 lengths.append(len(fitted.ids))
                 indices.append(index)
+                images += [(own, index, k) for k, own in enumerate(fitted.images)]
     except UserError as refused:  # raised on every rank, so that none waits for this one
         error = str(refused)
     return Share(
@@ -251,6 +283,7 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
         unanswered=unanswered,
         read_from=list(filter(None, read_from)),
         error=error,
+        images=images,
     )
 
 
@@ -277,6 +310,7 @@ class PromptSet(Sequence[Prompt]):
         self.unanswered = next((share.unanswered for share in shares if share.unanswered), "")
         self._read_from = dict.fromkeys(text for share in shares for text in share.read_from)
         self._ids = np.concatenate([share.ids for share in shares])
+        self._number_images([image for share in shares for image in share.images])
         self._ends = np.cumsum(np.concatenate([share.lengths for share in shares]), dtype=np.int64)
         self.indices = np.concatenate([share.indices for share in shares])
         self.num_dropped = len(examples) - len(self)
@@ -285,6 +319,16 @@ class PromptSet(Sequence[Prompt]):
                 f"no prompt is left of {len(examples)} rows ({self.num_dropped} were too long: {form.length_rule}); "
                 "give another data set or raise it"
             )
+
+    def _number_images(self, images: Sequence[tuple[SizedImage, int, int]]) -> None:
+        """Numbers the images of all prompts and writes their features' ids; alike on every rank."""
+        if self.form.images is None or not images:
+            return
+        run, ids = self.form.images, []
+        for image, index, k in images:
+            read = partial(_image_of, self.examples, index, k)
+            ids.append(run.table.ids(run.number(image, read)))
+        self._ids[self._ids == UNNUMBERED] = np.concatenate(ids)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -302,11 +346,14 @@ class PromptSet(Sequence[Prompt]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Returns a SHA-256 digest of every prompt's tokens in the data set's order, and of some answers."""
+        """Returns a SHA-256 digest of every prompt's tokens in the data set's order, and of some answers and images."""
         digest = hashlib.sha256(self._ids.tobytes())
         digest.update(self._ends.tobytes())
         for prompt in self[:: max(1, len(self) // ANSWERS_IN_FINGERPRINT)]:
             digest.update(prompt.answer.encode() + b"\0")
+            if self.form.images is not None:
+                for image in prompt.example.images:
+                    digest.update(image.digest(self.form.images.rule).encode())
         return digest.hexdigest()
 
     @property
@@ -330,6 +377,10 @@ class PromptSet(Sequence[Prompt]):
             f"{self.kept}, {self.num_dropped} dropped and {self.num_cut} cut ({rule}); the longest one has "
             f"{self.longest} tokens{read_from}"
         )
+
+
+def _image_of(examples: Examples, index: int, number: int) -> ImageFile:
+    return examples[index].images[number]
 
 
 def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:

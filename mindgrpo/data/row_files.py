@@ -16,7 +16,7 @@ import re
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -239,11 +239,19 @@ class TableCache:
 class TableFile:
     """A Parquet file, which is decoded by row groups, or an Arrow file, which counts as one group.
 
-    `columns` None means all; ones that are not there are left out. Raises UserError.
+    `columns` None means all; ones that are not there are left out. The columns `binary` may hold bytes. Raises
+    UserError.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str] | None, cache: TableCache) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: Sequence[str] | None,
+        cache: TableCache,
+        binary: Collection[str] = (),
+    ) -> None:
         self._path, self._columns, self._cache = path, columns, cache
+        self._binary = binary
         self._state = state_of(path)
         with table_file(path) as file:
             if path.suffix == ".arrow":
@@ -266,7 +274,8 @@ class TableFile:
                 rows_of(table.slice(start - self._starts[group], end - start)), start
             ):
                 where = f"{self._path} row {number + 1}"
-                yield where, plain_row(row, where)
+                own = {name: row.pop(name) for name in self._binary if name in row}
+                yield where, plain_row(row, where) | own
             start = end
 
     def load(self, group: int) -> Any:

@@ -8,8 +8,8 @@ rather than one chosen, or an evaluation could read the training set.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -128,17 +128,24 @@ def open_examples(
     if files[0].suffix == ".mindrecord":
         examples = ranks.by_one(lambda: read_mindrecord(files[0], decode))
         return Examples(ListedRows(examples, files[0]))
-    return Examples(open_rows(files, form.keys_read(), ranks), form)
+    form = replace(form, folder=files[0].parent)
+    return Examples(open_rows(files, form.keys_read(), ranks, form.image_columns), form)
 
 
 def open_rows(
-    files: Sequence[Path], columns: Sequence[str] | None = None, ranks: Ranks = ALONE
+    files: Sequence[Path],
+    columns: Sequence[str] | None = None,
+    ranks: Ranks = ALONE,
+    binary: Collection[str] = (),
 ) -> Rows:
-    """Opens the rows of one data set's files; of tables, only `columns` are read. Raises UserError."""
+    """Opens the rows of one data set's files; of tables, only `columns` are read. Raises UserError.
+
+    The columns `binary` may hold bytes.
+    """
     suffix = files[0].suffix
     if suffix in (".parquet", ".arrow"):
         cache = TableCache()
-        return Blocks([TableFile(file, columns, cache) for file in files])
+        return Blocks([TableFile(file, columns, cache, binary) for file in files])
     if suffix == ".json":
         return Blocks([ranks.by_one(partial(open_json, file)) for file in files])
     if suffix == ".csv":

@@ -24,12 +24,15 @@ from mindgrpo.data.examples import (
     is_missing,
     two_columns,
 )
+from mindgrpo.data.image_prompts import text_of
 from mindgrpo.data.messages import Message, message_of, without_nulls, written_messages
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.row_files import Row
 from mindgrpo.errors import UserError
 
 CONVERSATION_KEYS = ("messages", "conversations")
+# Beyond any token's id.
+LEARNED = 1 << 30
 COMPLETION_KEYS = ("completion", "response", *ANSWER_KEYS)
 
 
@@ -60,7 +63,10 @@ class SupervisedRowForm(RowForm):
         keys = (*self.question_keys, *CONVERSATION_KEYS, *COMPLETION_KEYS)
         row |= written_messages(row, keys, where)
         messages, first, read_from = self._conversation(row, where, names)
-        if not any(m["role"] == "assistant" and m["content"].strip() for m in messages[first:]):
+        messages, images = self.with_images(messages, row, where)
+        if not any(
+            m["role"] == "assistant" and text_of(m["content"]).strip() for m in messages[first:]
+        ):
             raise UserError(
                 f"{where} has no answer of the assistant to learn; give its conversation one, or leave the row out."
             )
@@ -69,7 +75,13 @@ class SupervisedRowForm(RowForm):
             raise UserError(f'{where}: "tools" is {tools!r:.60}; it must be a list of schemas.')
         columns = {"tools": without_nulls(tools)}
         return SupervisedExample(
-            messages, "", columns, where, read_from=read_from, first_learned=first
+            messages,
+            "",
+            columns,
+            where,
+            read_from=read_from,
+            images=images,
+            first_learned=first,
         )
 
     def _conversation(
@@ -121,8 +133,8 @@ def _messages(value: object, role: str, where: str) -> tuple[Message, ...]:
 class SupervisedForm(PromptForm):
     """How a conversation becomes tokens; `max_prompt_length` is of the whole row.
 
-    Ids of tokens that are learnt are stored as their complement (~id, below 0): see `as_sample`. `overflow` "left" and
-    "right" cut a row's tokens at that end.
+    Ids of tokens that are learnt are stored with LEARNED added: see `as_sample`. `overflow` "left" and "right" cut a
+    row's tokens at that end.
     """
 
     @property
@@ -131,9 +143,10 @@ class SupervisedForm(PromptForm):
 
     def encoded(self, example: Example) -> Fitted | str:
         ids, text = self._ids(example), self.render(example)
+        ids, images = self.with_images(ids, example)
         if len(ids) > self.max_prompt_length:
-            return f"{len(ids)} tokens"
-        return Fitted(example, text, tuple(ids))
+            return f"{len(ids)} tokens{' with images' if images else ''}"
+        return Fitted(example, text, tuple(ids), images=images)
 
     def render(self, example: Example) -> str:
         return self._rendered(example, self.with_system(example.messages))
@@ -157,9 +170,10 @@ class SupervisedForm(PromptForm):
         ids: list[int] = []
         for text, is_learned in self._pieces(example):
             own = self.tokenizer.encode(text)
-            ids += [~i for i in own] if is_learned else own
+            ids += [LEARNED + i for i in own] if is_learned else own
         # A template that ends no answer leaves it to the model's own end.
-        return ids if ~ids[-1] in self.tokenizer.stop_ids else [*ids, ~self.tokenizer.eos_id]
+        has_end = ids[-1] - LEARNED in self.tokenizer.stop_ids
+        return ids if has_end else [*ids, LEARNED + self.tokenizer.eos_id]
 
     def _pieces(self, example: Example) -> Iterator[tuple[str, bool]]:
         """Yields the conversation's text in pieces, up to the end of its last turn that is learnt.
@@ -199,7 +213,7 @@ class SupervisedForm(PromptForm):
 
 
 def _is_learnable(ids: Sequence[int]) -> bool:
-    return ids[0] >= 0 and any(i < 0 for i in ids)
+    return ids[0] < LEARNED and any(i >= LEARNED for i in ids)
 
 
 def as_sample(number: int, ids: np.ndarray) -> Sample:
@@ -207,9 +221,9 @@ def as_sample(number: int, ids: np.ndarray) -> Sample:
 
     The action mask is of the tokens that are learnt.
     """
-    mask = ids < 0
+    mask = ids >= LEARNED
     first, last = int(mask.argmax()), mask.size - int(mask[::-1].argmax())
-    tokens = np.where(mask, ~ids, ids)
+    tokens = np.where(mask, ids - LEARNED, ids)
     logps = np.zeros(last - first, np.float32)
     drawn = Sample.drawn(number, tokens[:first], tokens[first:last], STOPPED, 0, logps=logps)
     return replace(drawn, action_mask=mask[first:last])

@@ -207,6 +207,8 @@ def _message_of(value: object, roles: Sequence[str]) -> Message:
         texts = {key: message[key] for key in ("role", "content", "name") if key in message}
         if not isinstance(texts.get("name", ""), str):
             raise UserError("")
+        if not isinstance(texts["content"], str):
+            raise BadResult("an image in a message, which conversations cannot have yet")
     except UserError:
         sentence = f"{_shown(value)} for a message, which has role and content"
         raise BadResult(sentence) from None

@@ -58,9 +58,10 @@ def random_model() -> Qwen2_5_VLForConditionalGeneration:
     with torch.no_grad():
         for name, p in model.named_parameters():
             noise = torch.randn_like(p)
-            if name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")):
-                p.copy_(1 + 0.3 * noise)
-            elif "layernorm" in name:
+            if (
+                name.endswith(("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight"))
+                or "layernorm" in name
+            ):
                 p.copy_(1 + 0.3 * noise)
             elif name.endswith(".bias"):
                 p.copy_(0.3 * noise)
@@ -71,7 +72,9 @@ def random_model() -> Qwen2_5_VLForConditionalGeneration:
     return model
 
 
-def features_of(model: Qwen2_5_VLForConditionalGeneration, patches: np.ndarray, grid: tuple) -> torch.Tensor:
+def features_of(
+    model: Qwen2_5_VLForConditionalGeneration, patches: np.ndarray, grid: tuple
+) -> torch.Tensor:
     dtype = model.lm_head.weight.dtype
     pixels = torch.from_numpy(patches).to(dtype)
     return model.model.visual(pixels, torch.tensor([[1, *grid]])).pooler_output
@@ -87,14 +90,16 @@ def main() -> None:
     patches = [rng.normal(size=(h * w, 96)).astype(np.float32) for h, w in GRIDS]
     golden = {f"patches/{i}": own for i, own in enumerate(patches)}
     golden["grids"] = np.array(GRIDS, np.int32)
-    features = [features_of(model, own, grid) for own, grid in zip(patches, GRIDS)]
+    features = [features_of(model, own, grid) for own, grid in zip(patches, GRIDS, strict=True)]
     for i, own in enumerate(features):
         golden[f"features/{i}"] = own.detach().numpy()
     in_float64 = Qwen2_5_VLForConditionalGeneration.from_pretrained(
         HERE, dtype=torch.float64, attn_implementation="eager"
     )
-    exact = [features_of(in_float64, own, grid) for own, grid in zip(patches, GRIDS)]
-    gap = max(float((one - two).detach().abs().max()) for one, two in zip(features, exact))
+    exact = [features_of(in_float64, own, grid) for own, grid in zip(patches, GRIDS, strict=True)]
+    gap = max(
+        float((one - two).detach().abs().max()) for one, two in zip(features, exact, strict=True)
+    )
     largest = max(float(own.detach().abs().max()) for own in features)
     print("features up to", largest, "float64's gap", gap)
 
@@ -113,7 +118,7 @@ def main() -> None:
     ]
     completions = [words(9), words(7), words(8), [*words(3), IMAGE, *words(3)]]
     total = torch.zeros(())
-    for k, (prompt, completion) in enumerate(zip(prompts, completions)):
+    for k, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids = torch.tensor([prompt + completion])
         kinds = torch.zeros_like(ids)
         kinds[0, : len(prompt)] = torch.tensor(prompt) == IMAGE

@@ -15,7 +15,7 @@ from mindgrpo.backend.kernels.shapes import Heads
 class RowsAndTable(nn.Cell):
     """(positions, *others) -> (positions int32 [R, T], *others, table float32 [S, 2 D]), the inputs of attention.c.
 
-    Without `rotary`, the inputs are (angles float32 [R, T, 2 D], *others), and the angles the table: of each token a row.
+    Without `rotary`, the inputs are (angles float32 [R, T, 2 D], *others), and the angles are the table, a row a token.
     """
 
     def __init__(self, rotary: np.ndarray | None) -> None:
