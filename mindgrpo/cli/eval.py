@@ -29,10 +29,11 @@ from mindgrpo.data.sources import ALONE, Ranks
 from mindgrpo.errors import UserError, counted
 from mindgrpo.grpo.build import evaluation_modes, fill_forward, make_engine, runtime_settings
 from mindgrpo.grpo.evaluation import Evaluator, Mode, Outcome, evaluation_metrics
+from mindgrpo.grpo.image_encoder import ImageEncoder
 from mindgrpo.grpo.inputs import RolloutInputs, sampling_params
 from mindgrpo.grpo.reward_model import make_reward_models
 from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
-from mindgrpo.memory.residency import Residency
+from mindgrpo.memory.residency import VISION, Residency
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.monitor.console import Console
@@ -55,6 +56,7 @@ from mindgrpo.run.preflight import (
     engine_notes,
     held_out_prompts,
     read_classifier_texts,
+    read_images,
     read_model,
     read_reward_models,
     read_tokenizer,
@@ -120,13 +122,14 @@ def read_inputs(
             unless_read.callback(scorer.close)
         model = read_model(config)
         check_tensors(config.actor_config.load, parameter_specs(model))
+        images = read_images(config, model, config.generate_config.max_prompt_length)
         check_positions(config, model)
         if scores:
             engine_notes(config)
         mesh = mesh_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
         turns = read_turns(config, tokenizer)
-        prompts = held_out_prompts(config, tokenizer, ranks, turns, evaluates=True)
+        prompts = held_out_prompts(config, tokenizer, ranks, turns, True, images=images)
         assert prompts is not None
         sampling = sampling_params(config, tokenizer)
         count = len(prompts[: config.rl_config.eval_samples])
@@ -154,6 +157,7 @@ def read_inputs(
         form=form,
         classifier_texts=texts,
         reward_models=roles,
+        images=images,
     )
 
 
@@ -275,10 +279,19 @@ def _engine(
 ) -> tuple[RolloutEngine, Residency]:
     """Makes the engine with its weights, and its cache on the device."""
     cache_config = inputs.cache_config(config)
-    engine = make_engine(
-        config, inputs.model, inputs.layout, backend, inputs.sampling, cache_config
-    )
     residency = Residency(config.context.max_device_bytes)
+    vision, images, features = inputs.model.vision, inputs.images, None
+    if vision is not None and images is not None:
+        encoder = ImageEncoder(vision, images, backend)
+        fill_forward(encoder.weights, config.actor_config.load, config)
+        residency.add({VISION: [encoder.weights.pool]})
+        assert inputs.held_out is not None
+        ids = [prompt.ids for prompt in inputs.held_out[: inputs.num_prompts]]
+        encoder.encode(ids, False, lambda: residency.activate("images"))
+        features = encoder.features
+    engine = make_engine(
+        config, inputs.model, inputs.layout, backend, inputs.sampling, cache_config, features
+    )
     for name, pools in engine.pools.items():
         residency.register(name, pools, rebuilt=True, filled=False)
     residency.activate("rollout")

@@ -36,13 +36,14 @@ from mindgrpo.weights.mindspore_files import FAMILIES, to_mindformers
 from mindgrpo.weights.model_files import (
     MAX_SHARD_BYTES,
     NAME_MAP_FILE,
+    VISUAL,
     ModelFiles,
     ModelTensor,
     SafetensorsWriter,
     TensorSlice,
     whole_box,
 )
-from mindgrpo.weights.pretrained import check_tensors, open_weights
+from mindgrpo.weights.pretrained import check_tensors, encoder_files, open_weights
 
 FORMATS = ("huggingface", "mindformers")
 
@@ -197,16 +198,25 @@ def convert(
             f"--format is mindformers, but MindFormers has no names for the tensors of '{family}' ({beside}), only of "
             f"{', '.join(FAMILIES)}; leave --format out."
         )
+    encoder = None if is_mindformers else encoder_files(beside)
+    if encoder is not None:
+        own_names = [name for name in files.names if not name.startswith(VISUAL)]
+        files = ModelFiles(files.path, {name: files.slices[name] for name in own_names})
     for name in files.names:
         files.check_dtype(name)
     shapes = {name: files.shape(name) for name in files.names}
     tensors = file_tensors(shapes, "stacked" if is_mindformers else experts_of(beside))
-    written = {to_mindformers(t.name) if is_mindformers else t.name: t for t in tensors}
+    rename = to_mindformers if is_mindformers else (encoder.name_of if encoder else str)
+    written = {rename(t.name): t for t in tensors}
     shapes = {name: tensor.shape for name, tensor in written.items()}
+    shapes |= {} if encoder is None else encoder.shapes
     with SafetensorsWriter(target, shapes, max_shard_bytes, dtype) as writer:
         for name, tensor in written.items():
             for rows in tensor.in_rows(1):
                 writer.add(name, rows.made_of(files.read))
+        if encoder is not None:
+            for name in encoder.tensors:
+                writer.add(name, encoder.read(name))
     if is_mindformers:  # its index, beside Hugging Face's
         (target / NAME_MAP_FILE).write_text(json.dumps(writer.weight_map, indent=2) + "\n")
     write_companions(beside, target, dtype)

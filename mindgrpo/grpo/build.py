@@ -6,13 +6,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.algorithm.non_finite import in_arrays
 from mindgrpo.backend.connect import RuntimeSettings
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.config import Config
+from mindgrpo.data.image_prompts import RunImages, no_images
 from mindgrpo.errors import UserError
 from mindgrpo.grpo.evaluation import GREEDY, SAMPLED, Mode
+from mindgrpo.grpo.image_encoder import ImageEncoder
 from mindgrpo.grpo.reward_model import make_reward_models
 from mindgrpo.grpo.roles import Reference, Roles, TrainedRoles
 from mindgrpo.memory.residency import Residency
@@ -79,23 +82,28 @@ def make_roles(
     random_weights: bool = False,
     restored: Collection[str] = (),
     texts: Mapping[str, ClassifierTexts] = MappingProxyType({}),
+    images: RunImages | None = None,
 ) -> Roles:
     """Builds policy, engine, reference and reward models, and loads their weights. Collective. Raises UserError.
 
-    `texts` are those of reward models by the key of their section. Roles in `restored` ("policy", "reference",
-    "critic") are not loaded, because a checkpoint will fill them.
+    `texts` are those of reward models by the key of their section, and `images` those of the data. Roles in `restored`
+    ("policy", "reference", "critic") are not loaded, because a checkpoint will fill them.
     """
     plan, residency = _residency(plan, backend)
-    policy = make_policy(plan, backend, sampling)
-    engine = make_engine(plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config)
+    encoder = make_encoder(plan, backend, images, random_weights)
+    features = None if encoder is None else encoder.features
+    policy = make_policy(plan, backend, sampling, features)
+    engine = make_engine(
+        plan.config, plan.model, plan.infer, backend, sampling, plan.cache_config, features
+    )
     _fill_policy(policy, plan.config, backend, random_weights, restored)
-    reference = _make_reference(plan, backend, sampling)
+    reference = _make_reference(plan, backend, sampling, features)
     if reference is not None and "reference" not in restored:
         base = None if "policy" in restored else policy.weights
         _fill_reference(reference.weights, plan, backend, base, random_weights)
     critic = None
     if plan.critic is not None:
-        critic = make_policy(plan.critic, backend, sampling)
+        critic = make_policy(plan.critic, backend, sampling, features)
         _fill_policy(critic, plan.critic.config, backend, random_weights, restored)
     reward_models = make_reward_models(plan.config, plan.reward_models, texts, backend)
     for model, role in zip(reward_models, plan.reward_models, strict=True):
@@ -108,7 +116,7 @@ def make_roles(
     check = WeightCheck(backend, plan.config.rl_config.checksum_interval, adapted)
     ref = plan.config.ref_config
     mixup = ref.ref_model_mixup_alpha if ref.sync_ref_model else None
-    others = mixup, reward_models, critic
+    others = mixup, reward_models, critic, encoder
     return Roles(plan, backend, policy, engine, reference, check, residency, *others)
 
 
@@ -118,14 +126,29 @@ def make_trained_roles(
     sampling: SamplingParams,
     random_weights: bool = False,
     restored: Collection[str] = (),
+    images: RunImages | None = None,
 ) -> TrainedRoles:
     """Builds the policy alone, for supervised training; otherwise like `make_roles`."""
     plan, residency = _residency(plan, backend)
-    policy = make_policy(plan, backend, sampling)
+    encoder = make_encoder(plan, backend, images, random_weights)
+    policy = make_policy(plan, backend, sampling, None if encoder is None else encoder.features)
     _fill_policy(policy, plan.config, backend, random_weights, restored)
-    roles = TrainedRoles(plan, backend, policy, residency)
+    roles = TrainedRoles(plan, backend, policy, residency, encoder)
     residency.check_budget()
     return roles
+
+
+def make_encoder(
+    plan: RunPlan, backend: Backend, images: RunImages | None, random_weights: bool
+) -> ImageEncoder | None:
+    """Builds and loads the vision encoder; None for a model that sees no images. `images` None: a run of text alone."""
+    vision = plan.model.vision
+    if vision is None:
+        return None
+    _set_invariant(backend, plan.batch_invariant)
+    encoder = ImageEncoder(vision, images or no_images(vision.image_token), backend)
+    fill_forward(encoder.weights, plan.config.actor_config.load, plan.config, random_weights)
+    return encoder
 
 
 def _residency(plan: RunPlan, backend: Backend) -> tuple[RunPlan, Residency]:
@@ -161,6 +184,7 @@ def make_engine(
     backend: Backend,
     sampling: SamplingParams,
     cache_config: KVCacheConfig,
+    images: ImageFeatures | None = None,
 ) -> RolloutEngine:
     """Builds the generator's engine, asleep and without weights."""
     _set_invariant(backend, is_batch_invariant(config, model))
@@ -183,10 +207,16 @@ def make_engine(
         sampling,
         cache_config,
         records_routes=config.rl_config.router_replay,
+        images=images,
     )
 
 
-def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Policy:
+def make_policy(
+    plan: RunPlan,
+    backend: Backend,
+    sampling: SamplingParams,
+    images: ImageFeatures | None = None,
+) -> Policy:
     """Builds the policy, or the critic whose plan this is, without loading weights."""
     _set_invariant(backend, plan.batch_invariant)
     rl, actor = plan.config.rl_config, plan.config.actor_config
@@ -215,6 +245,7 @@ def make_policy(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Po
         settings,
         plan.lora,
         plan.trained_role,
+        images,
     )
 
 
@@ -223,7 +254,9 @@ def _set_invariant(backend: Backend, is_planned: bool) -> None:
     backend.kernels.batch_invariant = is_planned and backend.kernels.has_slots
 
 
-def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -> Reference | None:
+def _make_reference(
+    plan: RunPlan, backend: Backend, sampling: SamplingParams, images: ImageFeatures | None
+) -> Reference | None:
     """Builds the reference model, without loading weights; None if the run needs none."""
     role = plan.reference
     if role is None:
@@ -238,6 +271,7 @@ def _make_reference(plan: RunPlan, backend: Backend, sampling: SamplingParams) -
             role.widest(backend.kernels.ragged),
             role.longest,
             sampling.trainer_temperature,
+            images=images,
         )
     return Reference(weights, pipeline)
 

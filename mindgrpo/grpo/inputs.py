@@ -13,6 +13,7 @@ import numpy as np
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
+from mindgrpo.data.image_prompts import RunImages
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
 from mindgrpo.errors import UserError
@@ -30,7 +31,8 @@ class RolloutInputs:
 
     `held_out` is None without an evaluation data set. `turns` are the tools or environments of conversations, `trial`
     a first conversation with the environment, and `form` the format of completions for users' reward functions.
-    `classifier_texts` are those of reward models by the key of their section.
+    `classifier_texts` are those of reward models by the key of their section. `images` are those of the prompts, None
+    for a model that sees none.
     """
 
     tokenizer: Tokenizer
@@ -41,6 +43,7 @@ class RolloutInputs:
     trial: Trial | None = None
     form: CompletionForm = "text"
     classifier_texts: Mapping[str, ClassifierTexts] = field(default_factory=dict)
+    images: RunImages | None = None
 
     @property
     def sets(self) -> list[PromptSet]:

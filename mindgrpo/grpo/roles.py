@@ -9,10 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
+from mindgrpo.algorithm.image_tokens import ImageTable
 from mindgrpo.algorithm.row_shapes import ShapeChoice
 from mindgrpo.backend.contract import Backend
+from mindgrpo.grpo.image_encoder import ImageEncoder
 from mindgrpo.grpo.reward_model import RewardModel
-from mindgrpo.memory.residency import REFERENCE, Residency, needed_in
+from mindgrpo.memory.residency import REFERENCE, VISION, Residency, needed_in
 from mindgrpo.models.pipeline import ForwardPipeline
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.engine import RolloutEngine
@@ -38,12 +42,20 @@ class TrainedRoles:
     critic: Policy | None = None
 
     def __init__(
-        self, plan: RunPlan, backend: Backend, policy: Policy, residency: Residency
+        self,
+        plan: RunPlan,
+        backend: Backend,
+        policy: Policy,
+        residency: Residency,
+        encoder: ImageEncoder | None = None,
     ) -> None:
+        self.encoder = encoder
         self.plan, self.backend, self.policy, self.residency = plan, backend, policy, residency
         self.traffic = Traffic(0, 0.0)
         self._counted = backend.host_device_bytes
         residency.add(policy.pools)
+        if encoder is not None:
+            residency.add({VISION: [encoder.weights.pool]})
         for name, pools in policy.host_pools.items():
             residency.register_host(name, pools)
 
@@ -60,6 +72,17 @@ class TrainedRoles:
     def enter(self, phase: str) -> None:
         """Loads the phase's pools onto the device and offloads the others."""
         self.residency.activate(phase)
+
+    @property
+    def image_table(self) -> ImageTable | None:
+        """Returns the images of the run's prompts; None for a model that sees none."""
+        return None if self.encoder is None else self.encoder.features.table
+
+    def encode_images(self, prompts: Sequence[np.ndarray], keeps: bool = False) -> int:
+        """Encodes the prompts' images that have no features yet (ImageEncoder.encode). Collective."""
+        if self.encoder is None:
+            return 0
+        return self.encoder.encode(prompts, keeps, partial(self.enter, "images"))
 
 
 class Roles(TrainedRoles):
@@ -81,8 +104,9 @@ class Roles(TrainedRoles):
         reference_mixup: float | None = None,
         reward_models: Sequence[RewardModel] = (),
         critic: Policy | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
-        super().__init__(plan, backend, policy, residency)
+        super().__init__(plan, backend, policy, residency, encoder)
         self.engine, self.reference, self.weight_check = engine, reference, weight_check
         self.reward_models, self.critic = reward_models, critic
         self._to_engine = engine.transfer_from(policy.weights, policy.adapters, plan.reshard)

@@ -88,7 +88,7 @@ class Stepper:
         self.roles.weight_check.begin_step(step)
         rollout, scored, resampling = self.collect(step)
         greedy = self.greedy_rewards(step, rollout)
-        packed = PackedRollout(rollout)
+        packed = PackedRollout(rollout, self.roles.image_table)
         reference_logps = self._reference_logps(packed)
         old_logps, experts = self._old_logps(rollout, packed)
         values = self._values(packed)
@@ -140,6 +140,7 @@ class Stepper:
 
         `check` is called between generating and scoring; its exceptions propagate.
         """
+        self.roles.encode_images([prompt.ids for prompt in prompts])
         self.roles.refresh_engine()
         version = self.roles.enter_rollout()
         modes = evaluation_modes(self.config, self._sampling)
@@ -222,6 +223,7 @@ class Stepper:
             return self.replicas.generate(prompts, count, sampling, key, version, first, groups)
 
         ids = [prompt.ids for prompt in prompts]
+        self._encode_images(ids, keeps=first > 0 or greedy)
         drawn = {"prompts": digest(ids), "numbers of samples": digest(first)}
         return self._draw(step, drawn, generate)
 
@@ -230,7 +232,15 @@ class Stepper:
             return partial.generate(self._sampling, key, version)
 
         drawn = {"prompts and unfinished completions": digest(partial.begin_step(step))}
+        self._encode_images(partial.prompts)
         return self._draw(step, drawn, generate)
+
+    def _encode_images(self, prompts: Sequence[np.ndarray], keeps: bool = False) -> None:
+        """Encodes the prompts' images that have no features yet, and frees others unless it `keeps` them."""
+        if self.roles.encoder is None:
+            return
+        with self._phase("images"), self.backend.computing():
+            self.roles.encode_images(prompts, keeps)
 
     def _draw(
         self, step: int, drawn: Mapping[str, str], generate: Callable[[SeedKey, int], Rollout]

@@ -50,17 +50,21 @@ class SupervisedStepper:
         backend, policy, step = self._roles.backend, self._roles.policy, state.step
         started, compiles = time.perf_counter(), len(backend.compile_log.entries)
         self._rows.position = state.position
-        rollout = rows_as_rollout(self._rows.begin_step(step))
+        rows = self._rows.begin_step(step)
+        rollout = rows_as_rollout(rows)
         ones, count = np.ones(len(rollout), np.float32), len(rollout)
         batch = TrainBatch(rollout, ones)
         bad = agree_on_batch(backend, batch, ones, None, step)
+        if self._roles.encoder is not None:
+            with self._phases("images"), backend.computing():
+                self._roles.encode_images([row.ids for row in rows])
         with self._phases("update"), backend.computing():
             self._roles.enter("update")
             updating = time.perf_counter()
             reports, skipped, lr = make_updates(
                 policy,
                 batch,
-                PackedRollout(rollout),
+                PackedRollout(rollout, self._roles.image_table),
                 [np.arange(count)],
                 lambda _: self._learning_rate(step),
                 bad,
@@ -123,10 +127,11 @@ def held_out_loss(roles: TrainedRoles, rows: Sequence[Prompt]) -> float:
     mesh, total, count = policy.weights.layout.mesh, 0.0, 0
     most = plan.batch.prompts_per_step * plan.config.rl_config.seq_length
     with roles.backend.computing():
-        roles.enter("old_logps")
         for some in in_pieces(rows, most):
+            roles.encode_images([row.ids for row in some])
+            roles.enter("old_logps")
             rollout = rows_as_rollout(some)
-            packed = PackedRollout(rollout)
+            packed = PackedRollout(rollout, roles.image_table)
             logps = compute_log_probs(policy.pipeline, mesh, roles.backend, packed)
             for values, mask in zip(logps, rollout.action_mask, strict=True):
                 total += float(values[mask].sum(dtype=np.float64))

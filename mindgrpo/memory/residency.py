@@ -23,6 +23,8 @@ from mindgrpo.backend.host_memory import SparePages
 from mindgrpo.errors import UserError
 
 REFERENCE = "reference"
+# The vision encoder, which is on the device in phase "images" alone.
+VISION = "vision"
 # The roles that each phase needs on the device; roles that a run does not have are left out of its table. The phase of
 # a reward model has the name of its role, and needs it alone.
 # adapters_copy are adapters in the generator's layout, before they are merged into its weights; reference_copy is the
@@ -30,6 +32,7 @@ REFERENCE = "reference"
 PHASES: Mapping[str, tuple[str, ...]] = {
     "reshard": ("policy", "generator", "adapters_copy"),
     "rollout": ("generator", "kv_cache"),
+    "images": (VISION,),
     REFERENCE: (REFERENCE,),
     "old_logps": ("policy",),
     "values": ("critic",),

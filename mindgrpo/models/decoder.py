@@ -386,9 +386,7 @@ class Stage(nn.Cell):
             return x
         if self.reads_features:
             features = inputs[self.of_layers]
-            return self.embed.with_features(
-                x.reshape(-1), features.reshape(-1, features.shape[-1])
-            )
+            return self.embed.with_features(x.reshape(-1), features.reshape(-1, features.shape[-1]))
         return self.embed(x.reshape(-1))
 
     def contexts(self, inputs: Any) -> Any:

@@ -94,7 +94,9 @@ def read_vision(fields: Mapping[str, Any], where: str) -> VisionConfig:
     """Reads the vision encoder of a config.json; `where` is named in errors. Raises UserError."""
     raw = fields.get("vision_config")
     if not isinstance(raw, Mapping):
-        raise UserError(f"{where} has no vision_config, which says what encodes images; restore it.")
+        raise UserError(
+            f"{where} has no vision_config, which says what encodes images; restore it."
+        )
     named = {"in_channels" if key == "in_chans" else key: value for key, value in raw.items()}
     held = {**DEFAULTS, **{key: value for key, value in named.items() if value is not None}}
     at = f"{where}: vision_config"
@@ -142,13 +144,14 @@ def read_vision(fields: Mapping[str, Any], where: str) -> VisionConfig:
 def rope_sections(rope: Mapping[str, Any], head_dim: int, where: str) -> tuple[int, ...]:
     """Reads `mrope_section`: how many of the head_dim / 2 rotary frequencies turn by a token's time, row and column."""
     sections = rope.get("mrope_section")
-    is_list = isinstance(sections, list) and all(type(own) is int and own >= 0 for own in sections)
-    if not is_list or len(sections) != 3 or 2 * sum(sections) != head_dim:
+    own = sections if isinstance(sections, list) else []
+    are_counts = all(type(count) is int and count >= 0 for count in own)
+    if len(own) != 3 or not are_counts or 2 * sum(own) != head_dim:
         raise UserError(
             f"{where}: mrope_section is {sections!r}, but must be three whole numbers whose sum is half of the head "
             f"size {head_dim}; restore it."
         )
-    return tuple(sections)
+    return tuple(own)
 
 
 def vision_layout(vision: VisionConfig, num_ranks: int) -> Layout:

@@ -31,6 +31,7 @@ from mindgrpo.models.shard import (
     local_inner,
 )
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.image_needs import encoder_bytes
 from mindgrpo.plan.micro_shapes import Kind, kernel_kind, update_shape
 from mindgrpo.plan.run_plan import RunPlan
 from mindgrpo.rollout.embedded.kv_cache import missing_options
@@ -339,6 +340,8 @@ def activation_bytes(plan: RunPlan) -> Mapping[str, int]:
         "old_logps": _forward_bytes(plan.train, update, keeps_flows=True),
         "update": update_need(plan).total,
     }
+    if (vision := plan.model.vision) is not None:
+        by_phase["images"] = encoder_bytes(plan, vision)
     for role in plan.forward_roles:
         graphs = graphs_of(plan.of_role(role), role.layout, role.widest(ragged))
         by_phase[role.name] = _forward_bytes(role.layout, graphs)

@@ -24,6 +24,7 @@ from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import DENSE_DATA
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.activations import activation_bytes
+from mindgrpo.plan.image_needs import feature_bytes
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan, generator_bytes
 from mindgrpo.rollout.vllm.settings import device_share, engine_dtype
 from mindgrpo.weight_sync.plan import plan_reshard
@@ -269,7 +270,8 @@ class HostPlan:
 
     def _phases(self) -> list[str]:
         plan = self._plan
-        phases = ["reshard", "rollout", *(role.name for role in plan.forward_roles)]
+        images = ["images"] if plan.model.vision is not None else []
+        phases = [*images, "reshard", "rollout", *(role.name for role in plan.forward_roles)]
         if plan.computes_old_logps:
             phases.append("old_logps")
         if plan.critic is not None:
@@ -304,6 +306,8 @@ class HostPlan:
         if config.rl_config.save_ckpt_interval:
             share = COPIES_IN_A_CHECKPOINT * FLOAT_BYTES * num_parameters(plan.model)
             sizes["a checkpoint until it is written"] = share // plan.world_size
+        if (vision := plan.model.vision) is not None:
+            sizes["features of a step's images, at most one a prompt"] = feature_bytes(plan, vision)
         sizes["unfinished completions (partial_rollout), at most"] = unfinished_bytes(plan)
         lines = [f"{format_bytes(size):>10} a rank: {what}" for what, size in sizes.items() if size]
         export = format_bytes(self.export_bytes)

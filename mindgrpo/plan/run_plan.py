@@ -17,7 +17,7 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config
 from mindgrpo.config.arithmetic import BatchPlan, laid_out, validate_world
 from mindgrpo.errors import UserError, counted
-from mindgrpo.memory.residency import MIB, CountedPool, PhaseMemory, by_phase
+from mindgrpo.memory.residency import MIB, VISION, CountedPool, PhaseMemory, by_phase
 from mindgrpo.models.decoder_config import DecoderConfig
 from mindgrpo.models.lora import LoraSettings, adapter_specs, targets_of
 from mindgrpo.models.precision import (
@@ -27,6 +27,7 @@ from mindgrpo.models.precision import (
     matmul_precision,
     plain_kernels,
 )
+from mindgrpo.models.vision_config import vision_layout
 from mindgrpo.monitor.host_memory import format_bytes
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
@@ -204,6 +205,8 @@ class RunPlan:
         LARGEST, and without `others`: of each role, those of the rank that needs most.
         """
         own: list[Pools] = [trained.pools for trained in self._on_stages(stage)]
+        if self.model.vision is not None and self.trained_role == "policy":
+            own.append(self._vision_pools)
         if self.generates:
             own.append(self._generator_pools)
         for beside in self.forward_roles:
@@ -253,6 +256,14 @@ class RunPlan:
         sampling = SamplingParams(max_tokens=own.max_tokens, repetition_penalty=penalty)
         engine = EmbeddedEngine(model, self.infer, backend, sampling, cache)
         return {**engine.pools, "adapters_copy": copy}
+
+    @cached_property
+    def _vision_pools(self) -> Pools:
+        """Constructs the vision encoder, whole on every rank."""
+        backend = self._on_rank(self.train.mesh)
+        assert self.model.vision is not None
+        layout = vision_layout(self.model.vision, self.world_size)
+        return {VISION: [Weights(layout, 0, backend, VISION, dtype=backend.compute_dtype).pool]}
 
     def _adapters_on(self, target: Layout, backend: CountingBackend) -> list[Pool]:
         adapters = self._trained_weights[0].adapters

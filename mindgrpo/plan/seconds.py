@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
+from mindgrpo.algorithm.image_patches import row_length
 from mindgrpo.algorithm.packing import MicroShape
 from mindgrpo.algorithm.row_shapes import TOKENS_PER_MICRO_BATCH, row_lengths
 from mindgrpo.backend.dtypes import ITEM_BYTES
@@ -19,7 +20,9 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.expert_plan import CAPACITIES
 from mindgrpo.models.parameters import num_active_parameters
 from mindgrpo.models.precision import compute_dtype
+from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.parallel.sharding import Layout
+from mindgrpo.plan.image_needs import encoder_flops, images_of_rank, longest_image
 from mindgrpo.plan.memory import HostPlan
 from mindgrpo.plan.micro_shapes import kernel_kind, update_shape
 from mindgrpo.plan.run_plan import FLOAT_BYTES, LARGEST, RunPlan
@@ -318,7 +321,7 @@ class Roofline:
     def computing(self) -> list[PhaseSeconds]:
         """Returns the phases that need no plan of the reshard, which takes longest to make."""
         plan, train = self.plan, self.plan.train
-        phases = [self._rollout()]
+        phases = [*self._images(), self._rollout()]
         for role in plan.forward_roles:
             own = Roofline(plan.of_role(role), self.rates.speeds)
             shape, samples = role.widest(self._is_native), self.samples
@@ -429,6 +432,26 @@ class Roofline:
         copied = 2 * (trained + updated) if offloads else 0
         work = Work(memory=memory, summed=summed, sums=dp > 1, copied=copied, kernels=kernels)
         return self._phase("optimizer", work * plan.batch.updates_per_step, dp)
+
+    def _images(self) -> list[PhaseSeconds]:
+        """Returns the phase of the vision encoder: an image a prompt, as long as the prompt is assumed to be."""
+        vision = self.plan.model.vision
+        if vision is None:
+            return []
+        longest, number = longest_image(self.plan, vision), images_of_rank(self.plan)
+        features = min(longest, self.samples.prompt)
+        rows = math.ceil(number * features * vision.merged / row_length(longest, vision.merged))
+        itemsize = self._itemsize
+        weights = sum(math.prod(spec.shape) for spec in vision_specs(vision)) * itemsize
+        a_rank = self.plan.batch.prompts_per_step * features * vision.out_hidden_size * FLOAT_BYTES
+        work = Work(
+            flops=encoder_flops(self.plan, vision, features) * number,
+            weights=weights * rows,
+            kernels=self._launched("forward", vision.depth) * rows,
+            sent=a_rank if self.plan.world_size > 1 else 0,
+            waits=rows,
+        )
+        return [self._phase("images", work)]
 
     def _rollout(self) -> PhaseSeconds:
         share = RankShare(self.plan, self.plan.infer, self._itemsize)

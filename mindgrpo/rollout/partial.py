@@ -187,6 +187,11 @@ class PartialRollouts:
         self._groups = [*self.unfinished, *begun]
         return [part for g in self._groups for part in (g.prompt, *(s.tokens for s in g.samples))]
 
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        """Returns the ids of the prompts in progress, int32 [n] each."""
+        return [group.prompt for group in self._groups]
+
     def generate(self, sampling: SamplingParams, key: SeedKey, version: int) -> Rollout:
         """Draws whole groups by weights of `version` and of those before; all ranks together, after `begin_step`."""
         limits = self._settings.limits

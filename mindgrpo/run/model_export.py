@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,13 +42,19 @@ from mindgrpo.weights.expert_files import (
 )
 from mindgrpo.weights.local_weights import HostTensors, Weights
 from mindgrpo.weights.model_files import MAX_SHARD_BYTES, SafetensorsWriter, plan_shards
-from mindgrpo.weights.pretrained import open_tensors
+from mindgrpo.weights.pretrained import encoder_files, open_tensors
 
 if TYPE_CHECKING:
     from mindgrpo.grpo.roles import TrainedRoles
 
 GENERATION_FILE = "generation_config.json"
 LANGUAGE_MODEL = "ForCausalLM"
+# How images become patches.
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 ALONE = Mesh(1, 1, 1)
 
 
@@ -113,13 +119,21 @@ def export_policy(
     config.json says that the model is a sequence classifier with one label.
     """
     names = experts_of(Path(source))
+    encoder = encoder_files(source)
     tensors = {t.name: t for t in file_tensors(in_model_order(weights.layout), names)}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     shards = plan_shards(shapes, MAX_SHARD_BYTES, dtype)
+    # By the source's names; the vision encoder has files of its own, behind the others.
+    named = {name: name if encoder is None else encoder.name_of(name) for name in shapes}
+    of_files = {named[name]: shape for name, shape in shapes.items()}
+    files_of = [[named[name] for name in own] for own in shards]
+    if encoder is not None:
+        of_files |= encoder.shapes
+        files_of += plan_shards(encoder.shapes, MAX_SHARD_BYTES, dtype)
 
     def prepare() -> None:
         with writing(target):
-            SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, dtype)
+            SafetensorsWriter(target, of_files, MAX_SHARD_BYTES, dtype, shards=files_of)
 
     on_first_rank(backend, prepare)
     ranks = min(len(shards), backend.world_size)
@@ -130,11 +144,14 @@ def export_policy(
     shared = spread(weights.layout, files, ranks, backend.world_size, weights.dtype)
     size = bucket_size(shared.groups, backend.rank, weights.dtype)
     pool = backend.host_pool(size, dtype=weights.dtype)
-    writer = SafetensorsWriter(target, shapes, MAX_SHARD_BYTES, dtype, joins=True)
-    sink = _Files(pool, writer, shared.of(backend.rank))
+    writer = SafetensorsWriter(target, of_files, MAX_SHARD_BYTES, dtype, True, files_of)
+    sink = _Files(pool, writer, shared.of(backend.rank), named)
 
     def finish() -> None:
         with writing(target):
+            if encoder is not None:
+                for name in encoder.tensors:
+                    writer.add(name, encoder.read(name))
             writer.close()
             write_companions(Path(source), target, dtype, is_classifier)
 
@@ -152,12 +169,19 @@ def export_policy(
 
 
 class _Files:
-    """A TensorSink that writes the groups' tensors to this rank's files; `rows[i]` are those of its i-th group."""
+    """A TensorSink that writes the groups' tensors to this rank's files; `rows[i]` are those of its i-th group.
+
+    `named` has the name in files of each tensor.
+    """
 
     def __init__(
-        self, pool: Pool, writer: SafetensorsWriter, rows: Iterable[Sequence[FileRows]]
+        self,
+        pool: Pool,
+        writer: SafetensorsWriter,
+        rows: Iterable[Sequence[FileRows]],
+        named: Mapping[str, str],
     ) -> None:
-        self.pool, self.writer = pool, writer
+        self.pool, self.writer, self._named = pool, writer, named
         self._rows = iter(rows)
         self.error: UserError | None = None
 
@@ -176,7 +200,7 @@ class _Files:
 
         try:
             for rows in next(self._rows):
-                self.writer.add(rows.tensor.name, rows.made_of(values))
+                self.writer.add(self._named[rows.tensor.name], rows.made_of(values))
         except UserError as error:
             self.error = error
 
@@ -206,6 +230,12 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         any(len(box.shape) > 2 for box in full.boxes.values()),
     )
     names: ExpertNames = experts_of(Path(source)) if has_experts else "per_expert"
+    sees_images = read_config(source).vision is not None
+
+    def in_memory(name: str) -> str:
+        # Modules of a vision-language model have other names than its published files.
+        return name.replace("model.", "model.language_model.", 1) if sees_images else name
+
     pairs: dict[str, list[np.ndarray]] = {}
     for base in adapted_names(views):
         low_rank = [views[name] for name in adapter_names(base)]
@@ -216,7 +246,7 @@ def _write_adapters(full: Weights, settings: LoraSettings, source: str, target: 
         for index, pair in enumerate(zip(*low_rank, strict=True)):
             pairs[name_of_expert(base, index, names)] = list(pair)
     tensors = {
-        f"base_model.model.{name}": np.ascontiguousarray(values)
+        f"base_model.model.{in_memory(name)}": np.ascontiguousarray(values)
         for base, pair in pairs.items()
         for name, values in zip(adapter_names(base), pair, strict=True)
     }
@@ -260,4 +290,7 @@ def write_companions(source: Path, target: Path, dtype: str, is_classifier: bool
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if (source / GENERATION_FILE).is_file():
         shutil.copyfile(source / GENERATION_FILE, target / GENERATION_FILE)
+    for name in PROCESSOR_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
     copy_tokenizer(source, target)

@@ -17,6 +17,8 @@ from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.config.algorithm_checks import without_rewards
 from mindgrpo.data.examples import RowForm, parse_key_map
+from mindgrpo.data.image_prompts import RunImages
+from mindgrpo.data.pixels import read_pixel_rule
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.row_files import Seeds
 from mindgrpo.data.sources import (
@@ -38,6 +40,7 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import dtype_notices
+from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.plan.memory import check_engine
 from mindgrpo.plan.model_roles import OtherModels
 from mindgrpo.plan.run_plan import RunPlan, plan_run
@@ -223,6 +226,7 @@ def held_out_prompts(
     turns: Turns | None,
     evaluates: bool,
     keeps_answer: bool = False,
+    images: RunImages | None = None,
 ) -> PromptSet | None:
     """Returns the held-out prompts, which may be seeds if the run `evaluates`; None without held-out rows.
 
@@ -232,15 +236,19 @@ def held_out_prompts(
     if not rl.eval_dataset_file and not (rl.uses_seeds and evaluates):
         return None
     choice = replace(FOR_EVALUATION, name=rl.eval_dataset_split)
-    return _prompts(config, tokenizer, ranks, turns, choice, "eval_dataset_file", keeps_answer)
+    how = "eval_dataset_file", keeps_answer, images
+    return _prompts(config, tokenizer, ranks, turns, choice, *how)
 
 
 def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = ALONE) -> Inputs:
     """Reads all inputs of supervised training. Collective over `ranks`, which share the work. Raises UserError."""
     plan, tokenizer = _read_model(config, world_size, generates=False)
-    rl = config.rl_config
-    form = SupervisedForm(tokenizer, rl.seq_length, rl.prompt_overflow, rl.system_prompt or "")
-    rows = SupervisedRowForm(None, parse_key_map(rl.dataset_map_keys))
+    rl, images = config.rl_config, read_images(config, plan.model, config.rl_config.seq_length)
+    form = SupervisedForm(
+        tokenizer, rl.seq_length, rl.prompt_overflow, rl.system_prompt or "", images=images
+    )
+    key_map = parse_key_map(rl.dataset_map_keys)
+    rows = SupervisedRowForm(None, key_map, sees_images=images is not None)
 
     def read(key: str, path: str, choice: SplitChoice) -> PromptSet:
         return PromptSet(open_examples(path, rows, choice, ranks=ranks, key=key), form, ranks)
@@ -260,7 +268,30 @@ def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = AL
         held_out=held_out,
         sampling=sampling,
         notes=notes,
+        images=images,
     )
+
+
+def read_images(config: Config, model: DecoderConfig, longest: int) -> RunImages | None:
+    """Reads how the model makes patches of images; None for a model that sees none. Raises UserError.
+
+    By default an image has at most `longest` tokens.
+    """
+    if model.vision is None:
+        return None
+    rl, directory = config.rl_config, config.actor_config.load
+    rule = read_pixel_rule(directory, rl.min_pixels, rl.max_pixels)
+    vision = model.vision
+    sizes = rule.patch_size, rule.merge_size, rule.temporal_patch_size
+    if sizes != (vision.patch_size, vision.merge_size, vision.temporal_patch_size):
+        raise UserError(
+            f"'{directory}': preprocessor_config.json makes patches of {sizes} (patch_size, merge_size, "
+            "temporal_patch_size), but vision_config in config.json has other sizes; restore both files."
+        )
+    if rl.max_pixels is None:
+        most = max(rule.min_pixels, longest * rule.token_side**2)
+        rule = replace(rule, max_pixels=min(rule.max_pixels, most))
+    return RunImages(rule, vision.image_token)
 
 
 def _read_model(
@@ -279,6 +310,8 @@ def _read_model(
     check_engine(plan)
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
+    if model.vision is not None:
+        check_tensors(config.actor_config.load, vision_specs(model.vision))
     for beside in plan.forward_roles:
         if beside is not plan.reference or beside.load != config.actor_config.load:
             check_tensors(beside.load, beside.layout.specs)
@@ -312,8 +345,10 @@ def _read(
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
     turns = read_turns(config, tokenizer)
     evaluates, keeps_answer = rl.eval_steps > 0, form == "as_prompts"
-    prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file", keeps_answer)
-    held_out = held_out_prompts(config, tokenizer, ranks, turns, evaluates, keeps_answer)
+    images = read_images(config, plan.model, config.generate_config.max_prompt_length)
+    own = keeps_answer, images
+    prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file", *own)
+    held_out = held_out_prompts(config, tokenizer, ranks, turns, evaluates, *own)
     if rl.role_column is not None and rl.role_column not in prompts.column_names:
         raise UserError(
             f"rl_config.role_column is {rl.role_column}, but the columns of rl_config.dataset_file {rl.dataset_file} "
@@ -345,6 +380,7 @@ def _read(
         turns=turns,
         trial=trial,
         classifier_texts=texts,
+        images=images,
     )
 
 
@@ -441,11 +477,12 @@ def _prompts(
     choice: SplitChoice,
     name: str,
     keeps_answer: bool,
+    images: RunImages | None,
 ) -> PromptSet:
     rl, key = config.rl_config, f"rl_config.{name}"
     path: str | None = getattr(rl, name)
     key_map = parse_key_map(rl.dataset_map_keys)
-    rows = RowForm(rl.dataset_type, key_map, rl.dataset_columns, keeps_answer)
+    rows = RowForm(rl.dataset_type, key_map, rl.dataset_columns, keeps_answer, images is not None)
     if path:
         examples = open_examples(path, rows, choice, decode=tokenizer.decode, ranks=ranks, key=key)
     elif rl.uses_seeds:
@@ -458,5 +495,5 @@ def _prompts(
     longest = config.generate_config.max_prompt_length
     schemas = () if turns is None else turns.schemas
     mixture = turns.mixture if isinstance(turns, EnvironmentForm) else None
-    fits = longest, rl.prompt_overflow, rl.system_prompt or "", schemas
+    fits = longest, rl.prompt_overflow, rl.system_prompt or "", schemas, images
     return PromptSet(examples, RowsOfMixture(tokenizer, *fits, mixture), ranks)

@@ -92,6 +92,8 @@ def unsaved_digests(config: Config, roles: TrainedRoles) -> dict[str, str]:
         digests["base"] = values_digest(roles.policy.weights, roles.backend)
     if roles.reference is not None and not config.ref_config.sync_ref_model:
         digests["reference"] = values_digest(roles.reference.weights, roles.backend)
+    if roles.encoder is not None:
+        digests["vision encoder"] = values_digest(roles.encoder.weights, roles.backend)
     for model in roles.reward_models:
         digests[model.role] = values_digest(model.weights, roles.backend)
     return digests

@@ -105,7 +105,8 @@ class TrainingLoop:
                 make: Callable[..., TrainedRoles] = make_trained_roles
                 if plan.generates:
                     make = partial(make_roles, texts=inputs.classifier_texts)
-                roles = make(plan, backend, inputs.sampling, restored=restored)
+                how = {"restored": restored, "images": inputs.images}
+                roles = make(plan, backend, inputs.sampling, **how)
             self.run = Run(
                 config=config,
                 backend=backend,

@@ -312,7 +312,8 @@ class SafetensorsWriter:
 
     Tensors of a shard have to be added in the order of `shapes`. Several ranks may write shards of one directory; the
     first of them calls `close`, which renames the files to their final names, the index last. An exception in a `with`
-    block removes the files written. Raises UserError if the directory holds weights already, except with `joins`.
+    block removes the files written. `shards` are the names in each file, by default as many as max_shard_bytes allow.
+    Raises UserError if the directory holds weights already, except with `joins`.
     """
 
     def __init__(
@@ -322,6 +323,7 @@ class SafetensorsWriter:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         dtype: Dtype = "float32",
         joins: bool = False,
+        shards: Sequence[Sequence[str]] | None = None,
     ) -> None:
         if dtype not in _DTYPE_CODES:
             raise UserError(f"the dtype {dtype!r} is not one of {', '.join(_DTYPE_CODES)}.")
@@ -331,7 +333,7 @@ class SafetensorsWriter:
             raise ValueError("there is no tensor to write")
         self.directory = Path(directory)
         self._shapes, self._dtype = {name: tuple(shape) for name, shape in shapes.items()}, dtype
-        self._shards = plan_shards(shapes, max_shard_bytes, dtype)
+        self._shards = shards or plan_shards(shapes, max_shard_bytes, dtype)
         count = len(self._shards)
         self._names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         if count == 1:
@@ -370,7 +372,7 @@ class SafetensorsWriter:
         with writing(path):
             if shard not in self._open:
                 names = self._shards[shard]
-                self._open[shard] = path.open("wb"), names[::-1]
+                self._open[shard] = path.open("wb"), list(reversed(names))
                 shapes = {name: self._shapes[name] for name in names}
                 self._open[shard][0].write(header_of(shapes, self._dtype)[0])
             stream, lacking = self._open[shard]

@@ -5,8 +5,10 @@ Also random weights, for benches.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import numpy as np
 
 from mindgrpo.errors import UserError
 from mindgrpo.parallel.sharding import Box, ParameterSpec
+from mindgrpo.strict_files import read_object
 from mindgrpo.weights.expert_files import stacked
 from mindgrpo.weights.local_weights import Weights
 from mindgrpo.weights.mindspore_files import (
@@ -22,11 +25,11 @@ from mindgrpo.weights.mindspore_files import (
     check_not_concatenated,
     open_ckpt,
 )
-from mindgrpo.strict_files import read_object
 from mindgrpo.weights.model_files import (
     SCORE,
     VISUAL,
     ModelFiles,
+    ModelTensor,
     SafetensorsDirectory,
     TensorSlice,
     whole_box,
@@ -81,6 +84,46 @@ def _with_encoder(files: ModelFiles) -> ModelFiles:
         rows, *others = tensor.shape
         slices[PATCH_EMBEDDING] = [(whole_box((rows, prod(others))), tensor)]
     return ModelFiles(files.path, slices)
+
+
+@dataclass(frozen=True)
+class EncoderFiles:
+    """The vision encoder in the files of a vision-language model, by the files' own names and shapes."""
+
+    tensors: Mapping[str, ModelTensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def name_of(self, name: str) -> str:
+        """Returns the name that these files have for a parameter of the language model."""
+        is_in_memory = any(own.startswith(tuple(IN_MEMORY)) for own in self.tensors)
+        prefix, published = list(IN_MEMORY.items())[-1]
+        if not is_in_memory or not name.startswith(published):
+            return name
+        return prefix + name.removeprefix(published)
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns a tensor, float32 in the shape that files have."""
+        tensor = self.tensors[name]
+        return ModelFiles(tensor.file.parent, {name: tensor}).read(name)
+
+    def digest(self) -> str:
+        """Returns the SHA-256, in hex, of all values in float32, by published names."""
+        state = hashlib.sha256()
+        for name in sorted(self.tensors, key=lambda name: name[name.index(VISUAL) :]):
+            state.update(name[name.index(VISUAL) :].encode() + self.read(name).tobytes())
+        return state.hexdigest()
+
+
+def encoder_files(directory: str | Path) -> EncoderFiles | None:
+    """Opens the vision encoder of a model directory; None for a model without one. Raises UserError."""
+    if not _has_encoder(directory):
+        return None
+    slices = SafetensorsDirectory(Path(directory)).slices
+    own = {name: held[0][1] for name, held in slices.items() if VISUAL in name}
+    return EncoderFiles(own)
 
 
 def check_tensors(

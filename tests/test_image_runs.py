@@ -1,0 +1,146 @@
+"""Whole runs of a model that sees images, on one rank: log-prob gap, resumption, exports, evaluations, refusals.
+
+Rows with and without pictures are mixed, and pictures have several sizes. Layouts are in test_distributed.py. Does not
+prove that anything is learnt: examples/grpo/tiny_shapes shows that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import picture_runs
+import pytest
+import small_runs
+from test_partial_runs import PARTIAL
+
+from mindgrpo.cli import eval as eval_verb
+from mindgrpo.cli.export import convert
+from mindgrpo.errors import UserError
+from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.weights.model_files import SafetensorsDirectory
+from mindgrpo.weights.pretrained import open_weights
+
+ROOMY = (
+    "--generate_config.max_prompt_length=64",
+    "--rl_config.seq_length=96",
+    "--rl_config.dynamic_sampling=false",
+)
+SAVES = "--rl_config.save_ckpt_interval=2"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    picture_runs.make_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("whole") / "run"
+    return small_runs.run(inputs, output, *ROOMY, SAVES)
+
+
+def test_generator_and_trainer_differ_in_no_token(whole: Path) -> None:
+    rows = read_metrics(whole / "metrics.jsonl")
+    assert len(rows) == small_runs.STEPS
+    for row in rows:
+        assert row["logprob_gap/max"] == 0.0 and row["logprob_gap/differing"] == 0
+
+
+def test_the_export_has_the_sources_names_and_its_encoder_in_every_bit(
+    inputs: Path, whole: Path
+) -> None:
+    source, made = (SafetensorsDirectory(folder) for folder in (inputs / "model", whole / "hf"))
+    assert set(made.names) == set(source.names)
+    for name in source.names:
+        is_same = np.array_equal(source.read(name), made.read(name))
+        assert is_same == name.startswith("visual."), name
+    for name in ("preprocessor_config.json", "tokenizer.json"):
+        assert (whole / "hf" / name).read_bytes() == (inputs / "model" / name).read_bytes()
+
+
+@pytest.mark.parametrize("which", ["hf", "checkpoint"])
+def test_the_export_verb_writes_the_encoder_too(
+    inputs: Path, whole: Path, tmp_path: Path, which: str
+) -> None:
+    source = whole / "hf" if which == "hf" else whole
+    model = None if which == "hf" else inputs / "model"
+    convert(source, tmp_path / "made", "float32", 1 << 30, model=model)
+    made, expected = open_weights(tmp_path / "made"), open_weights(whole / "hf")
+    assert set(made.names) == set(expected.names)
+    for name in expected.names:
+        np.testing.assert_array_equal(made.read(name), expected.read(name))
+    assert (tmp_path / "made" / "preprocessor_config.json").exists()
+
+
+@pytest.mark.parametrize("how", ["whole", "partial"])
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_was_not_stopped(
+    inputs: Path, whole: Path, tmp_path: Path, how: str
+) -> None:
+    words = [*ROOMY, SAVES]
+    if how == "partial":
+        words += [*PARTIAL, "--rl_config.partial_rollout_chunk=2"]
+        whole = small_runs.run(inputs, tmp_path / "whole", *words)
+    checkpoint = whole / "checkpoints" / "step_000002"
+    words.append(f"--rl_config.resume_training={checkpoint}")
+    again = small_runs.run(inputs, tmp_path / "again", *words)
+    assert small_runs.rows(again) == small_runs.rows(whole)
+    assert small_runs.model_bits(again) == small_runs.model_bits(whole)
+
+
+def test_an_evaluation_of_the_export_answers_as_the_run_did(
+    inputs: Path, whole: Path, tmp_path: Path
+) -> None:
+    rows = str(inputs / "train.jsonl")
+    words = ["--model", str(whole / "hf"), "--data", rows]
+    words += ["--reward_config.verifier_function", "accuracy_reward"]
+    words += ["--generate_config.max_prompt_length", "64", "--output", str(tmp_path / "eval.json")]
+    eval_verb.main([*words, "--generate_config.sampling_config.max_tokens", "6"])
+    made = json.loads((tmp_path / "eval.json").read_text())
+    assert made["prompts"] == small_runs.EVAL_SAMPLES
+
+
+def test_a_run_on_another_encoder_or_with_other_pixels_does_not_go_on(
+    inputs: Path, whole: Path, tmp_path: Path
+) -> None:
+    checkpoint = whole / "checkpoints" / "step_000002"
+    words = (*ROOMY, SAVES, f"--rl_config.resume_training={checkpoint}")
+    with pytest.raises(UserError, match=r"rl_config.max_pixels"):
+        own = f"--rl_config.max_pixels={28 * 28 * 4}"
+        small_runs.run(inputs, tmp_path / "smaller", *words, own)
+    other = tmp_path / "other"
+    shutil.copytree(inputs, other)
+    picture_runs.supervised.write_random_model(picture_runs.model_fields(), other / "new", 1)
+    for path in (other / "new").iterdir():
+        shutil.copy(path, other / "model" / path.name)
+    with pytest.raises(UserError, match=r"vision encoder"):
+        small_runs.run(other, tmp_path / "newer", *words)
+
+
+def test_a_broken_picture_ends_the_run_with_its_row(inputs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(inputs, folder)
+    picture = folder / "1.png"
+    picture.write_bytes(picture.read_bytes()[:-40])
+    with pytest.raises(UserError, match=r"train.jsonl:2, image 1: the file .*1.png' cannot be"):
+        small_runs.run(folder, tmp_path / "run", *ROOMY, *small_runs.ONE_GRAPH)
+
+
+def test_supervised_training_reads_rows_with_pictures(inputs: Path, tmp_path: Path) -> None:
+    from mindgrpo.config import load_config
+    from mindgrpo.trainer import SFTTrainer
+
+    words = ["--actor_config.load", str(inputs / "model"), "--rl_config.max_steps", "8"]
+    words += ["--rl_config.dataset_file", str(inputs / "train.jsonl")]
+    words += ["--rl_config.eval_dataset_file", str(inputs / "train.jsonl")]
+    words += ["--rl_config.eval_steps", "8", "--rl_config.prompts_per_step", "4"]
+    words += ["--rl_config.seq_length", "96", "--actor_config.lr_schedule.lr", "0.01"]
+    loaded = load_config([], [*words, "--output_dir", str(tmp_path / "sft")], is_supervised=True)
+    run = SFTTrainer(loaded, name="sft").train()
+    rows = read_metrics(run / "metrics.jsonl")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["eval/loss"] < rows[0]["loss"]
