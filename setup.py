@@ -30,7 +30,10 @@ class BuildWithExamples(build_py):
 
 
 def not_shipped(folder: str, names: list[str]) -> set[str]:
-    return {*NOT_SHIPPED(folder, names), *(made.name for made in MADE if made.parent == Path(folder))}
+    return {
+        *NOT_SHIPPED(folder, names),
+        *(made.name for made in MADE if made.parent == Path(folder)),
+    }
 
 
 def read_version() -> str:

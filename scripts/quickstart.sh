@@ -11,12 +11,13 @@ while [ $# -gt 0 ]; do
     case "$1" in
     -h | --help)
         cat <<'HELP'
-usage: quickstart.sh [--ranks 8|4|2|1] [--example tiny_arithmetic|tiny_moe] [--key value ...]
+usage: quickstart.sh [--ranks 8|4|2|1] [--example tiny_arithmetic|tiny_moe|tiny_shapes] [--key value ...]
 
 Makes .venv and trains an example of examples/grpo with it. Downloads no model and no data.
 
   --ranks N           number of ranks: 8 (default), 4, 2 or 1; sets the layouts
-  --example NAME      tiny_arithmetic (default), or tiny_moe, the same task for a mixture of experts
+  --example NAME      tiny_arithmetic (default); tiny_moe, the same task for a mixture of experts; or tiny_shapes,
+                      questions about pictures, whose first run draws them and makes the model (some minutes)
   --output_dir DIR    folder of the run (default: output/<example>/<time>)
   --key value         any key of the configuration, for example --rl_config.max_steps 20
 
@@ -47,9 +48,9 @@ HELP
 done
 
 case "$example" in
-tiny_arithmetic | tiny_moe) ;;
+tiny_arithmetic | tiny_moe | tiny_shapes) ;;
 *)
-    echo "mindgrpo: --example ${example:-(nothing)} is not one of tiny_arithmetic, tiny_moe: give one of these, or start scripts/launch.sh with a configuration of your own." >&2
+    echo "mindgrpo: --example ${example:-(nothing)} is not one of tiny_arithmetic, tiny_moe, tiny_shapes: give one of these, or start scripts/launch.sh with a configuration of your own." >&2
     exit 2
     ;;
 esac
@@ -94,6 +95,11 @@ esac
 [ "$PWD" = "$MINDGRPO_ROOT" ] || MINDGRPO_LAUNCHER="cd $(printf %q "$MINDGRPO_ROOT") && bash scripts/launch.sh"
 export MINDGRPO_LAUNCHER="${MINDGRPO_LAUNCHER:-}"
 cd "$MINDGRPO_ROOT"
+shapes=examples/grpo/tiny_shapes
+if [ "$example" = tiny_shapes ] && [ ! -e "$shapes/made/model/model.safetensors" ]; then
+    "$MINDGRPO_PYTHON" "$shapes/make_shapes.py"
+    "$MINDGRPO_PYTHON" "$shapes/make_vision_model.py"
+fi
 exec bash scripts/launch.sh --ranks "$ranks" -- examples/grpo/qwen_grpo_tutorial/main.py \
     --config "examples/grpo/$example/grpo_config.yaml" \
     ${layouts[@]+"${layouts[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -15,6 +15,8 @@ from mindgrpo.algorithm.image_patches import encoder_row, share_rows
 from mindgrpo.algorithm.image_tokens import ImageFeatures, ImageTable
 from mindgrpo.algorithm.sample import LENGTH, Rollout
 from mindgrpo.backend.contract import Backend
+from mindgrpo.data.image_prompts import RunImages
+from mindgrpo.data.pixels import PixelRule
 from mindgrpo.models.vision_config import vision_layout
 from mindgrpo.models.vision_tower import VisionTower, vision_angles
 from mindgrpo.weights.local_weights import Weights
@@ -67,6 +69,14 @@ class GoldenImages(Golden):
             list(range(SAMPLES)),
         )
 
+    def log_probs(self, sample: int) -> np.ndarray:
+        return self.values[f"logps/{sample}"]
+
+    @property
+    def run_images(self) -> RunImages:
+        """Of images that need no file."""
+        return Drawn(self)
+
     def prompt(self, sample: int) -> np.ndarray:
         """Ids, with an image's own in its places."""
         ids = self.values[f"prompt/{sample}"].copy()
@@ -76,6 +86,15 @@ class GoldenImages(Golden):
                 [self.table.ids(i) for i in images]
             )
         return ids
+
+
+class Drawn(RunImages):
+    def __init__(self, golden: GoldenImages) -> None:
+        super().__init__(PixelRule(), golden.config.vision.image_token, golden.table)
+        self.drawn = golden.patches
+
+    def patches(self, number: int) -> np.ndarray:
+        return self.drawn[number]
 
 
 def read_golden_images() -> GoldenImages:

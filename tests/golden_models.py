@@ -90,6 +90,10 @@ class Golden:
         prefix = "gradient/"
         return {key.removeprefix(prefix): v for key, v in self.values.items() if prefix in key}
 
+    def log_probs(self, sample: int) -> np.ndarray:
+        """Of `rollout`."""
+        return self.values["logps"][sample]
+
     @property
     def rollout(self) -> Rollout:
         """Each row as a sample whose prompt is its first token, so that every other token is predicted."""
@@ -174,6 +178,8 @@ def train(
     settings = UpdateSettings(shape, length, 1.0, KEEP_ALL, loss_of(), 1.0, adamw)
     policy = Policy(golden.config, layout, backend, settings, images=images)
     load_weights(policy.weights, golden.directory)
+    for pool in backend.live_pools:
+        pool.load()
     rollout = golden.rollout
     table = None if images is None else images.table
     packed = PackedRollout(rollout, table)

@@ -17,11 +17,11 @@ from PIL import Image
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "grpo"
 SHAPES = EXAMPLES / "tiny_shapes"
-sys.path[:0] = [str(SHAPES), str(EXAMPLES), str(EXAMPLES / "tiny_arithmetic")]
+sys.path[:0] = [str(SHAPES), str(EXAMPLES)]
 
 import make_vision_model  # noqa: E402
 import supervised  # noqa: E402
-from make_shapes import pictures  # noqa: E402
+from make_shapes import pictures, write_split  # noqa: E402
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -47,6 +47,14 @@ def make_model(folder: Path) -> Path:
     pixels = make_vision_model.PIXELS | {"max_pixels": 28 * 28 * 12}
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
     return folder
+
+
+def make_example(made: Path) -> None:
+    """What the scripts of examples/grpo/tiny_shapes make, without a warm start and with few rows."""
+    supervised.write_random_model(make_vision_model.MODEL, made / "model", 0)
+    make_vision_model.make_tokenizer(made / "model", 0)
+    for split in ("train", "heldout"):
+        write_split(split, 64, 0, made)
 
 
 def make_inputs(folder: Path) -> None:

@@ -149,7 +149,7 @@ def test_conversations_are_prompts_as_they_stand(tmp_path: Path) -> None:
         ),
         (talk(("user", " ")), "ends with an empty user message"),
         ([{"role": "user"}], 'message 1 is .* a text "role" and "content"'),
-        ([{"role": "user", "content": [{"type": "text"}]}], "message 1 is"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 1: part 1 of its"),
         (["a"], "message 1 is 'a'"),
     ],
 )

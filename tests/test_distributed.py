@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from batch_variants import BATCH_VARIANTS, of_whole_batch
 from distributed import cases as c
+from golden_images import read_golden_images
 from golden_models import BOUNDS, read_golden, read_scores
 from small_generators import HAS_AVX512
 from small_runs import TOKEN_ARRAYS, decoded
@@ -423,17 +424,29 @@ def test_a_sharded_optimizer_has_the_bits_of_one_of_whole_parameters_and_less_of
         assert whole <= own * replicas <= whole * (2 if case.lora else 1.02)
 
 
-@pytest.mark.parametrize("case", c.GOLDEN, ids=lambda case: case.family)
-def test_log_probs_and_every_gradient_of_experts_on_several_ranks_are_those_of_transformers(
+@pytest.mark.parametrize("case", c.GOLDEN, ids=lambda case: case.name)
+def test_log_probs_and_every_gradient_on_several_ranks_are_those_of_transformers(
     launch: Launch, case: c.Golden
 ) -> None:
-    found = [rank["golden"][case.family] for rank in launch(case.world)[1]]
-    golden = read_golden(case.family)
+    """Of models with experts, and of one that sees images."""
+    found = [rank["golden"][case.name] for rank in launch(case.world)[1]]
+    sees_images = case.family == c.SEES_IMAGES
+    golden = read_golden_images() if sees_images else read_golden(case.family)
     assert sum(one["samples"] for one in found) >= len(golden.rollout)
     assert max(one["logps"] for one in found) < BOUNDS.logps
     gaps = [gap for one in found for gap in one["gradients"].items()]
     assert {name for name, _ in gaps} == set(golden.gradients)
     assert all(gap < BOUNDS.gradients for _, gap in gaps), max(gaps, key=itemgetter(1))
+
+
+def test_images_that_ranks_encode_together_have_the_features_of_one_rank_in_every_bit(
+    launch: Launch,
+) -> None:
+    (alone,) = launch((1, "shared_memory"))[1]
+    assert len({*alone["features"]}) == len(alone["features"])
+    for world in {case.world for case in c.GOLDEN if case.backend == "shared_memory"}:
+        for rank in launch(world)[1]:
+            assert rank["features"] == alone["features"]
 
 
 @pytest.mark.parametrize("name", c.SCORED)

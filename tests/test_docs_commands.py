@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import picture_runs
 import pytest
 import yaml
 from fenced_blocks import ROOT, Block, blocks_of
@@ -222,7 +223,8 @@ def runs_alike(command: str, shown: dict[str, bool]) -> bool:
 def test_quickstart_starts_each_example_on_each_number_of_ranks_that_it_offers(
     clone: Clone, subtests: pytest.Subtests
 ) -> None:
-    for example in ("tiny_arithmetic", "tiny_moe"):
+    picture_runs.make_example(clone.folder / "examples/grpo/tiny_shapes/made")
+    for example in ("tiny_arithmetic", "tiny_moe", "tiny_shapes"):
         for ranks in ("8", "4", "2", "1"):
             with subtests.test(example=example, ranks=ranks):
                 words = f"--rl_config.max_steps 3 --ranks {ranks} --example {example}"

@@ -206,7 +206,12 @@ ONE_RANK = {
 
 
 def fields_of(family: str) -> dict[str, Any]:
-    others = {"num_key_value_heads": 4, "q_lora_rank": None} if family == "deepseek_v3" else {}
+    others: dict[str, Any] = (
+        {"num_key_value_heads": 4, "q_lora_rank": None} if family == "deepseek_v3" else {}
+    )
+    if FAMILIES[family].sees_images:
+        others |= {"vision_config": {"out_hidden_size": SIZES["hidden_size"]}}
+        others |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     return {**SIZES, **others, **EXPERTS.get(family, {})}
 
 
@@ -289,13 +294,14 @@ def test_what_config_json_leaves_out_is_the_familys_default() -> None:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_what_config_json_leaves_out_is_what_transformers_takes_for_it(family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoConfig.for_model(family, **fields_of(family))
+    whole = transformers.AutoConfig.for_model(family, **fields_of(family))
+    theirs = whole.get_text_config()
     rope = getattr(theirs, "rope_parameters", None) or {"rope_theta": theirs.rope_theta}
     own = read(family)
     assert own.max_position_embeddings == theirs.max_position_embeddings
     assert own.rms_norm_eps == theirs.rms_norm_eps
     assert own.rope_theta == rope.get("full_attention", rope)["rope_theta"]
-    assert own.tie_word_embeddings == theirs.tie_word_embeddings
+    assert own.tie_word_embeddings == whole.tie_word_embeddings
     heads = theirs.hidden_size // theirs.num_attention_heads
     their_dim = getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None)
     assert own.head_dim == (their_dim or heads)

@@ -25,7 +25,14 @@ from PIL import Image
 from tables import each_row
 
 from mindgrpo.data import images
-from mindgrpo.data.images import BYTES_PER_PIXEL, FORMATS, ImageFile, image_files
+from mindgrpo.data.images import (
+    BYTES_PER_PIXEL,
+    FORMATS,
+    THUMBNAIL_BYTES,
+    THUMBNAIL_SIDE,
+    ImageFile,
+    image_files,
+)
 from mindgrpo.data.pixels import PixelRule, num_tokens, patches_of
 from mindgrpo.errors import UserError
 
@@ -498,3 +505,13 @@ def test_decoding_takes_as_much_memory_as_is_said(name: str, tmp_path: Path) -> 
     assert 4 < each < BYTES_PER_PIXEL + 1
     # WEBP's decoder takes memory for frames when it is opened.
     assert header < (10 if form == "WEBP" else 1)
+
+
+def test_a_thumbnail_is_small_whatever_the_picture_is(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (900, 1600, 3), np.uint8)
+    for picture in (Image.fromarray(noise), Image.new("RGBA", (3, 5))):
+        picture.save(tmp_path / "picture.png")
+        data = ImageFile("here", tmp_path / "picture.png").thumbnail()
+        assert len(data) <= THUMBNAIL_BYTES
+        with Image.open(io.BytesIO(data)) as small:
+            assert max(small.size) <= THUMBNAIL_SIDE

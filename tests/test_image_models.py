@@ -17,7 +17,7 @@ from golden_images import SAMPLES, GoldenImages, read_golden_images
 from golden_models import BOUNDS, all_in_one_row, each_in_its_row, loaded_weights, train
 from mindspore import Tensor, nn
 
-from mindgrpo.algorithm.image_tokens import ImageTable
+from mindgrpo.algorithm.image_tokens import ImageFeatures, ImageTable
 from mindgrpo.algorithm.packing import MicroShape, PackedRollout
 from mindgrpo.algorithm.sample import LENGTH, Request, Rollout
 from mindgrpo.backend.connect import RuntimeSettings, connect
@@ -26,14 +26,18 @@ from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.shapes import AdamWSettings, SamplingParams
 from mindgrpo.backend.targets import SHARED_MEMORY
 from mindgrpo.models.decoder import KEEP_ALL, Head, Stage
-from mindgrpo.models.pipeline import by_sample
+from mindgrpo.models.parameters import parameter_specs
+from mindgrpo.models.pipeline import ForwardPipeline, by_sample, compute_log_probs
 from mindgrpo.models.rotary import PositionAngles
 from mindgrpo.models.shard import Shard
+from mindgrpo.parallel.mesh import Mesh
+from mindgrpo.parallel.sharding import Layout
 from mindgrpo.rollout.embedded.engine import EmbeddedEngine
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.training.policy import Policy, UpdateSettings
-from mindgrpo.weights.pretrained import load_weights
+from mindgrpo.weights.local_weights import Weights
+from mindgrpo.weights.pretrained import fill_random, load_weights
 
 PLAIN = ("matmul", "rms_norm", "add_rms_norm", "glu", "attention", "embedding")
 
@@ -109,7 +113,7 @@ def test_log_probs_and_every_gradient_are_those_of_transformers(
 ) -> None:
     policy, logps = train(golden, backend, rows(golden.rollout), images=golden.images)
     for sample, own in logps.items():
-        assert np.abs(own - golden.values[f"logps/{sample}"]).max() < BOUNDS.logps
+        assert np.abs(own - golden.log_probs(sample)).max() < BOUNDS.logps
     with policy.gradients.on_host() as host:
         views = host.hf_views
         assert views.keys() == golden.gradients.keys()
@@ -169,3 +173,32 @@ def test_generator_and_trainer_agree_in_every_bit(golden: GoldenImages, precisio
     for i, sample in enumerate(samples):
         np.testing.assert_array_equal(logps[i][0], sample.logps)
     alone.close()
+
+
+def test_a_critic_values_the_tokens_behind_an_image_by_what_it_shows(
+    golden: GoldenImages, backend: Backend
+) -> None:
+    config = golden.config.with_scalar_head()
+    layout = Layout.of(Mesh(1, 1), parameter_specs(config))
+    values = []
+    for scale in (1.0, 0.0):
+        images = ImageFeatures(golden.table, config.hidden_size)
+        for number, features in enumerate(golden.features):
+            images.add(number, scale * features)
+        weights = Weights(layout, 0, backend)
+        fill_random(weights, 0)
+        pipeline = ForwardPipeline(
+            Shard(config, weights, backend),
+            backend,
+            "values",
+            MicroShape(2, 192),
+            192,
+            1.0,
+            images=images,
+        )
+        packed = PackedRollout(golden.rollout, golden.table)
+        values.append(compute_log_probs(pipeline, layout.mesh, backend, packed))
+    has_image = [bool((golden.prompt(k) < 0).any()) for k in range(SAMPLES)]
+    assert True in has_image and False in has_image
+    for shown, (seen, blank) in zip(has_image, zip(*values, strict=True), strict=True):
+        assert np.array_equal(seen, blank) != shown

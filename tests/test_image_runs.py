@@ -20,6 +20,8 @@ from mindgrpo.cli import eval as eval_verb
 from mindgrpo.cli.export import convert
 from mindgrpo.errors import UserError
 from mindgrpo.monitor.metrics import read_metrics
+from mindgrpo.report.run_folder import read_run
+from mindgrpo.report.samples import choose_samples
 from mindgrpo.weights.model_files import SafetensorsDirectory
 from mindgrpo.weights.pretrained import open_weights
 
@@ -61,6 +63,23 @@ def test_the_export_has_the_sources_names_and_its_encoder_in_every_bit(
         assert is_same == name.startswith("visual."), name
     for name in ("preprocessor_config.json", "tokenizer.json"):
         assert (whole / "hf" / name).read_bytes() == (inputs / "model" / name).read_bytes()
+
+
+def test_rows_name_their_images_and_the_report_shows_them_beside_the_prompts(whole: Path) -> None:
+    rows = list(map(json.loads, small_runs.completions(whole)))
+    assert {"<|image_pad|>" in row["prompt"] for row in rows} == {True, False}
+    for row in rows:
+        assert len(row.get("images", [])) == row["prompt"].count("<|image_pad|>")
+    files = {path.stem: path.read_bytes() for path in (whole / "images").iterdir()}
+    assert files.keys() == {digest for row in rows for digest in row.get("images", [])}
+    assert all(data.startswith(b"\x89PNG") for data in files.values())
+    shown = choose_samples(read_run(whole), 1 << 24)
+    for step in map(json.loads, shown.by_step.values()):
+        for group in step["groups"]:
+            has_image = "<|image_pad|>" in group["prompt"]
+            assert [image[:22] for image in group["images"]] == [
+                "data:image/png;base64,"
+            ] * has_image
 
 
 @pytest.mark.parametrize("which", ["hf", "checkpoint"])
@@ -105,7 +124,7 @@ def test_an_evaluation_of_the_export_answers_as_the_run_did(
 
 
 def test_a_run_on_another_encoder_or_with_other_pixels_does_not_go_on(
-    inputs: Path, whole: Path, tmp_path: Path
+    inputs: Path, whole: Path, other_encoder: Path, tmp_path: Path
 ) -> None:
     checkpoint = whole / "checkpoints" / "step_000002"
     words = (*ROOMY, SAVES, f"--rl_config.resume_training={checkpoint}")
@@ -114,9 +133,7 @@ def test_a_run_on_another_encoder_or_with_other_pixels_does_not_go_on(
         small_runs.run(inputs, tmp_path / "smaller", *words, own)
     other = tmp_path / "other"
     shutil.copytree(inputs, other)
-    picture_runs.supervised.write_random_model(picture_runs.model_fields(), other / "new", 1)
-    for path in (other / "new").iterdir():
-        shutil.copy(path, other / "model" / path.name)
+    shutil.copytree(other_encoder, other / "model", dirs_exist_ok=True)
     with pytest.raises(UserError, match=r"vision encoder"):
         small_runs.run(other, tmp_path / "newer", *words)
 
@@ -144,3 +161,50 @@ def test_supervised_training_reads_rows_with_pictures(inputs: Path, tmp_path: Pa
     rows = read_metrics(run / "metrics.jsonl")
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[-1]["eval/loss"] < rows[0]["loss"]
+
+
+@pytest.fixture(scope="module")
+def other_encoder(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model like the run's with other weights."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    picture_runs.supervised.write_random_model(picture_runs.model_fields(), folder, 1)
+    written = {path.name for path in folder.iterdir()}
+    for path in (inputs / "model").iterdir():
+        if path.name not in written:
+            shutil.copy(path, folder)
+    return folder
+
+
+def test_a_critic_of_the_policys_model_learns_from_prompts_with_images(
+    inputs: Path, tmp_path: Path
+) -> None:
+    words = (*ROOMY, *small_runs.ONE_GRAPH, "--rl_config.advantage_estimator=gae")
+    rows = small_runs.rows(small_runs.run(inputs, tmp_path / "run", *words))
+    assert all(row["logprob_gap/max"] == 0.0 and row["critic/loss"] > 0 for row in rows)
+
+
+def test_a_reference_with_the_same_encoder_gets_the_features(
+    inputs: Path, whole: Path, tmp_path: Path
+) -> None:
+    words = [*ROOMY, f"--ref_config.load={whole / 'hf'}", "--ref_config.sync_ref_model=false"]
+    made = small_runs.run(inputs, tmp_path / "run", *words, "--rl_config.max_steps=1")
+    assert small_runs.rows(made)[0]["kl"] > 0
+
+
+def test_models_beside_the_policy_that_cannot_have_its_features_are_refused(
+    inputs: Path, other_encoder: Path, tmp_path: Path
+) -> None:
+    small_runs.make_inputs(tmp_path / "text")
+    text = tmp_path / "text" / "model"
+    gae = "--rl_config.advantage_estimator=gae"
+    refused = {
+        f"--ref_config.load={other_encoder}": r"ref_config.load .* has another vision encoder than actor_config.load",
+        f"--ref_config.load={text}": r"sees images and '.*text/model' does not",
+        f"--critic_config.load={other_encoder}": r"critic_config.load .* has another vision encoder",
+        f"--reward_config.model.load={text}": r"reward_config.model.load .* is a model of text",
+        f"--reward_config.model.load={other_encoder}": r"sees images \(qwen2_5_vl\), which reward models are not given",
+    }
+    for word, expected in refused.items():
+        words = [*ROOMY, "--ref_config.sync_ref_model=false", word]
+        with pytest.raises(UserError, match=expected):
+            small_runs.trainer(inputs, None, *words, *([gae] if "critic" in word else []))

@@ -296,7 +296,10 @@ def test_a_refused_configuration_leaves_no_process_and_no_folder(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("flag", "value", "allowed"),
-    [("--ranks", "3", "1, 2, 4, 8"), ("--example", "tiny", "tiny_arithmetic, tiny_moe")],
+    [
+        ("--ranks", "3", "1, 2, 4, 8"),
+        ("--example", "tiny", "tiny_arithmetic, tiny_moe, tiny_shapes"),
+    ],
 )
 def test_quickstart_names_the_layouts_and_the_examples_that_it_has(
     flag: str, value: str, allowed: str

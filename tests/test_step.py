@@ -110,7 +110,9 @@ def collected(
     keys |= {"dynamic_sampling_rounds": rounds} if rounds else {}
     config = Config.model_validate({"rl_config": keys | more})
     backend: Any = Alone()
-    roles: Any = SimpleNamespace(refresh_engine=lambda: None, enter_rollout=lambda: VERSION)
+    roles: Any = SimpleNamespace(
+        refresh_engine=lambda: None, enter_rollout=lambda: VERSION, encoder=None
+    )
     prompts: Any = task
     inputs: Any = SimpleNamespace(sampling=SAMPLING)
     run = Run(config, backend, inputs, roles, prompts, 1)

@@ -22,6 +22,7 @@ import yaml
 from report_runs import make_run
 
 from mindgrpo import __version__
+from mindgrpo.cli.example import MAKERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -168,7 +169,7 @@ def test_each_example_of_an_installed_wheel_passes_the_check_of_the_command_that
     others = {name: text for name, text in commands.items() if name not in bundled}
     for name, text in others.items():
         making = "make_model.py" in text and (tmp_path / text.split()[5]).is_file()
-        making |= "train_classifier.py" in text and (tmp_path / text.split()[1]).is_file()
+        making |= any(name in text for name in MAKERS) and (tmp_path / text.split()[1]).is_file()
         needs_more = "--actor_config.load MODEL" in text or name in ("recipes", *EXTRAS)
         assert making or needs_more, text
     # The layouts of the files.

@@ -25,11 +25,11 @@ from mindgrpo.weights.pretrained import generator_of
 
 ROWS_A_STEP, ROW_LENGTH, ROWS_A_MICRO_BATCH = 76, 128, 32
 SCALE, WARMUP = 0.04, 50
-# In models with experts: random attention gives all tokens of a text the same mean, by which routers of later layers
-# would choose the same experts for all of them, and nothing here balances experts.
 PIXELS = "preprocessor_config.json"
 # The last three are a vision encoder's.
 NORMS = ("norm.weight", "norm1.weight", "norm2.weight", "ln_q.weight")
+# In models with experts: random attention gives all tokens of a text the same mean, by which routers of later layers
+# would choose the same experts for all of them, and nothing here balances experts.
 WRITE_NOTHING_AT_FIRST = ("o_proj.weight", "down_proj.weight")
 
 Rows = Sequence[Mapping[str, Any]]

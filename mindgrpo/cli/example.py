@@ -20,12 +20,13 @@ from mindgrpo.user_code import PACKAGE, nearest
 # In a wheel, where setup.py puts the files, and in a clone.
 SOURCES = (PACKAGE / "shipped", PACKAGE.parent)
 RECIPES, CONFIG, MAKE_MODEL = "examples/recipes", "grpo_config.yaml", "make_model.py"
-# Makes the reward model of an example.
-TRAIN_CLASSIFIER = "train_classifier.py"
+# Scripts of an example that make what its configuration names, in this order, and the folder that some write.
+MAKERS = ("make_shapes.py", "make_vision_model.py", "train_classifier.py")
+MADE = "made"
 # Of values that have to be set, and what the printed command says in their place.
 PLACEHOLDER = "/path/"
 WORDS = {"actor_config.load": "MODEL", "rl_config.dataset_file": "DATA"}
-IGNORED = shutil.ignore_patterns("__pycache__", "*.sh")
+IGNORED = shutil.ignore_patterns("__pycache__", "*.sh", MADE)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -124,6 +125,6 @@ def command(folder: Path, source: Path) -> str:
     maker = Path(config.actor_config.load).with_name(MAKE_MODEL)
     if maker.exists() and not Path(config.actor_config.load).exists():
         steps[:0] = ["pip install 'mindgrpo[smollm2]'", f"python {maker}"]
-    if (source / folder / TRAIN_CLASSIFIER).exists():
-        steps[:0] = [f"python {folder / TRAIN_CLASSIFIER}"]
+    making = [name for name in MAKERS if (source / folder / name).exists()]
+    steps[:0] = [f"python {folder / name}" for name in making]
     return " && ".join(steps)

@@ -38,6 +38,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 # What is read to know which files are.
 FIRST_FILES: Mapping[Content, tuple[str, ...]] = {

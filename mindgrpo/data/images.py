@@ -43,6 +43,7 @@ PART_TYPES = (None, "image", "image_url", "input_image")
 # `detail` chooses how many tokens OpenAI's models spend on an image.
 IGNORED_KEYS = ("type", "detail")
 MAX_NESTING = 3
+THUMBNAIL_SIDE, THUMBNAIL_BYTES, THUMBNAIL_COLORS = 160, 8192, 64
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 SHOWN_LETTERS = 100
 # Filters of warnings belong to the process; two threads must not change them at once.
@@ -119,6 +120,17 @@ class ImageFile:
         picture = self.decode()
         with self._shaped():
             return patches_of(picture, rule)
+
+    def thumbnail(self) -> bytes:
+        """Returns a PNG of at most THUMBNAIL_SIDE pixels a side and THUMBNAIL_BYTES bytes."""
+        picture, side = self.decode(), THUMBNAIL_SIDE
+        while True:
+            small, stream = picture.copy(), io.BytesIO()
+            small.thumbnail((side, side))
+            small.quantize(THUMBNAIL_COLORS).save(stream, "PNG", optimize=True)
+            if stream.tell() <= THUMBNAIL_BYTES:
+                return stream.getvalue()
+            side -= side // 4
 
     @contextmanager
     def _opened(self) -> Iterator[Image.Image]:

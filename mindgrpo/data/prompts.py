@@ -23,7 +23,7 @@ from mindgrpo.data.images import ImageFile
 from mindgrpo.data.messages import Message
 from mindgrpo.data.sources import ALONE, Examples, Ranks
 from mindgrpo.data.tokenizer import Tokenizer
-from mindgrpo.errors import UserError
+from mindgrpo.errors import UserError, counted
 
 # Reading every example again would take as long as reading them did.
 ANSWERS_IN_FINGERPRINT = 64
@@ -201,6 +201,14 @@ class Prompt:
     def text(self) -> str:
         return self._owner.form.render(self._rendered)
 
+    @cached_property
+    def images(self) -> dict[str, ImageFile]:
+        """Returns the prompt's images by their digests, of which a file's bytes and the pixel rule are part."""
+        images = self._owner.form.images
+        return (
+            {} if images is None else {own.digest(images.rule): own for own in self.example.images}
+        )
+
     @property
     def messages(self) -> list[dict[str, Any]]:
         """Returns what the template renders, system prompt included."""
@@ -369,13 +377,24 @@ class PromptSet(Sequence[Prompt]):
     def kept(self) -> str:
         return f"{len(self)} of {len(self.examples)} rows kept"
 
+    def _images_text(self) -> str:
+        """Says how many images the prompts have; "" for a model that sees none."""
+        if self.form.images is None:
+            return ""
+        table = self.form.images.table
+        sizes = {
+            place.number: table.num_features(place.number) for place in table.places(self._ids)
+        }
+        longest = f", the longest of {max(sizes.values())} tokens" if sizes else ""
+        return f"; {counted(len(sizes), 'image')}{longest}"
+
     def report(self) -> str:
         """Says in one line what became of the rows, and which of their columns are prompts and gold answers."""
         rule = f"longer than {self.form.max_prompt_length} tokens"
         read_from = "".join(f"; {text}" for text in self._read_from)
         return (
             f"{self.kept}, {self.num_dropped} dropped and {self.num_cut} cut ({rule}); the longest one has "
-            f"{self.longest} tokens{read_from}"
+            f"{self.longest} tokens{self._images_text()}{read_from}"
         )
 
 

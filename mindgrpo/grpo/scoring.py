@@ -112,8 +112,10 @@ class Scored:
         per_function = self.scores.per_function
         for i, prompt in enumerate(prompts):
             turns = {"messages": list(messages)} if (messages := rollout.messages[i]) else {}
+            images = {"images": [*prompt.images]} if prompt.images else {}
             yield {
                 "prompt": self.opened_with.get(i) or prompt.text,
+                **images,
                 "completion": self.texts[i],
                 **turns,
                 "answer": prompt.answer,

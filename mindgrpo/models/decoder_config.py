@@ -19,6 +19,7 @@ from mindgrpo.models.families import (
     ACTIVATIONS,
     FAMILIES,
     NOT_COMPUTED,
+    OTHER_ENCODERS,
     ExpertFamily,
     ExpertScores,
     Family,
@@ -320,6 +321,11 @@ def _family(raw: Mapping[str, Any], where: str) -> Family:
     kind = str(raw.get("model_type"))
     if kind in FAMILIES:
         return FAMILIES[kind]
+    if kind in OTHER_ENCODERS:
+        raise UserError(
+            f"{where}: the vision encoder of model_type '{kind}' {OTHER_ENCODERS[kind]}, which is not computed here; "
+            "use a Qwen2.5-VL."
+        )
     near = get_close_matches(kind[:100], FAMILIES, 1, 0.5)
     hint = f" (nearest: {near[0]})" if near else ""
     raise UserError(

@@ -189,6 +189,15 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Vision-language models that are not read, and how their encoders differ from Qwen2.5-VL's.
+OTHER_ENCODERS: Mapping[str, str] = {
+    "qwen2_vl": "has layer norms and an MLP without a gate",
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe"), "adds features to the language model's layers (deepstack)"
+    ),
+    "qwen2_5_omni": "is beside one of sounds",
+}
+
 # The supported activations of the MLP, by their names in config.json.
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Options that no family supports: their keys must be null or false.

@@ -21,11 +21,11 @@ from mindgrpo.strict_files import lines_of, row_of
 
 
 def plain(value: Any) -> Any:
-    """Returns the JSON value of a number, an array or a list of objects; NumPy's become Python's."""
+    """Returns the JSON value of a number, an array or a list of objects or texts; NumPy's become Python's."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    if isinstance(value, list) and all(isinstance(each, Mapping) for each in value):
-        return [{**each} for each in value]
+    if isinstance(value, list) and all(isinstance(each, Mapping | str) for each in value):
+        return [each if isinstance(each, str) else {**each} for each in value]
     if value is None or isinstance(value, int | float | str):
         return value
     raise TypeError(f"a metric is a number, a string or None, not {type(value).__name__}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from mindgrpo.data.hub_names import Content, local_copy
+from mindgrpo.data.images import THUMBNAIL_BYTES
 from mindgrpo.report.run_folder import RunFolder, RunRow, number_of
 
 MAX_STEPS = 100
 # The first and the last tokens of a completion that are shown (characters, if the tokens have no texts).
 HEAD_TOKENS, TAIL_TOKENS = 1500, 500
 HEAD_CHARACTERS, TAIL_CHARACTERS = 6000, 2000
+DIGEST = re.compile(r"[0-9a-f]{64}")
 ARRAYS = ("gap", "log_ratio", "entropy", "kl", "logprob", "value")
 
 Group = list[tuple[int, RunRow]]
@@ -64,8 +67,19 @@ class _Packer:
         return {
             "prompt": shortened(prompt),
             "answer": shortened(text_of(first, "answer")),
+            "images": [*self.thumbnails(first)],
             "samples": samples,
         }
+
+    def thumbnails(self, row: RunRow) -> Iterator[str]:
+        """Yields those of a row's images of which the run's folder has one, as data URIs."""
+        digests = row.get("images")
+        for digest in digests if isinstance(digests, list) else []:
+            if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
+                continue
+            path = self.run.path / "images" / f"{digest}.png"
+            if path.is_file() and path.stat().st_size <= THUMBNAIL_BYTES:
+                yield f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
 
     def sample(self, number: int, row: RunRow, arrays: RunRow) -> dict[str, Any]:
         ids = row.get("token_ids")

@@ -52,13 +52,14 @@ from mindgrpo.rollout.environment import EnvironmentForm, RowsOfMixture, Trial
 from mindgrpo.rollout.turns import Turns, read_turns
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
 from mindgrpo.rollout.vllm.settings import BLOCK_MULTIPLE
-from mindgrpo.weights.pretrained import check_tensors
+from mindgrpo.weights.pretrained import check_tensors, encoder_files
 
 Reward = str | Callable[..., Any]
 # Where an environment makes its examples; held-out ones are apart.
 SEEDS = {"dataset_file": range(10_000), "eval_dataset_file": range(10_000, 11_000)}
 
 
+SAME_ENCODER = "name a model that was trained from the same one with its encoder frozen."
 MESSAGES_NOTE = (
     "your reward functions get completions as lists of messages, as TRL passes them where prompts are such lists "
     "(reward_config.completions: text for texts)"
@@ -138,6 +139,11 @@ def read_reward_models(
                 f"{key}.load '{own.load}' is quantised (quantization_config in config.json), which is not read; name "
                 "the model that it was made from."
             )
+        if model.vision is not None:
+            raise UserError(
+                f"{key}.load '{own.load}' sees images ({model.model_type}), which reward models are not given yet; "
+                "name a model of text."
+            )
         models[key] = model.with_scalar_head()
     return models
 
@@ -188,6 +194,38 @@ def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
             "one than the policy's and cannot become a copy of it; set sync_ref_model to false."
         )
     return teacher
+
+
+def check_encoders(plan: RunPlan) -> None:
+    """Raises UserError for a model beside the policy that cannot have the features of the policy's vision encoder."""
+    config, model = plan.config, plan.model
+    if model.vision is not None and plan.reward_models:
+        raise UserError(
+            f"{plan.reward_models[0].key}.load '{plan.reward_models[0].load}' is a model of text, but the policy's "
+            "prompts may have images, which reward models are not given yet; set reward_config.verifier_function to a "
+            "function, which gets the row's images."
+        )
+    others = plan.other_models
+    for key, load, shapes in (
+        ("ref_config.load", config.reference_load, others.teacher or model),
+        ("critic_config.load", config.critic_load, others.critic or model),
+    ):
+        own = config.actor_config.load
+        is_beside = plan.reference if key == "ref_config.load" else plan.critic
+        if is_beside is None or load == own or (model.vision or shapes.vision) is None:
+            continue
+        encoder, theirs = encoder_files(own), encoder_files(load)
+        if encoder is None or theirs is None:
+            sees, blind = (own, load) if theirs is None else (load, own)
+            raise UserError(
+                f"{key} is '{load}', but '{sees}' sees images and '{blind}' does not; {SAME_ENCODER}"
+            )
+        name = encoder.differing(theirs)
+        if name is not None:
+            raise UserError(
+                f"{key} '{load}' has another vision encoder than actor_config.load '{own}' (first: {name}), but images "
+                f"are encoded once for both; {SAME_ENCODER}"
+            )
 
 
 def check_vocabulary(key: str, directory: str, tokenizer: Tokenizer, model: DecoderConfig) -> None:
@@ -312,6 +350,7 @@ def _read_model(
     check_tensors(config.actor_config.load, parameter_specs(model))
     if model.vision is not None:
         check_tensors(config.actor_config.load, vision_specs(model.vision))
+    check_encoders(plan)
     for beside in plan.forward_roles:
         if beside is not plan.reference or beside.load != config.actor_config.load:
             check_tensors(beside.load, beside.layout.specs)

@@ -22,6 +22,7 @@ from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import Candidate, Start
 from mindgrpo.checkpoint.format import version_runs
 from mindgrpo.config import Loaded, write_resolved
+from mindgrpo.data.images import ImageFile
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.errors import CannotWrite, counted, writing
 from mindgrpo.grpo.evaluation import PREFIXES, Evaluation, Metric
@@ -41,6 +42,9 @@ from mindgrpo.run.evaluation_log import before_and_after, write_evaluation
 from mindgrpo.run.named_sources import with_names
 from mindgrpo.run.start import OutputPaths, continue_files, label_of, make_output_paths
 
+# In a run's folder, for its report.
+MOST_THUMBNAILS = 4096
+
 
 class RunRecord:
     """Records a run. `launched` is the launcher's start time, in seconds since the epoch."""
@@ -58,6 +62,8 @@ class RunRecord:
         self._launched, self._start = launched, start
         self._is_writer = backend.rank == 0
         self._failed: CannotWrite | None = None
+        # Digests of images whose thumbnails are in the folder.
+        self._thumbnails = set[str]()
         self.console = Console(self._is_writer)
         self._state = State()
         self.trackers = Trackers((), {}, self.console.line)
@@ -214,9 +220,26 @@ class RunRecord:
         interval = rl.save_prompt_completions_interval
         with self._recording():
             append_rows(self._paths.completions / "completions.jsonl", step, rows, interval)
+            self._write_thumbnails(owners)
             if every:
                 by_token = token_rows(batch, outcome.reports, rl.kl_estimator)
                 append_rows(self.directory / "per_token.jsonl", step, by_token, every)
+
+    def _write_thumbnails(self, owners: Sequence[Prompt]) -> None:
+        """Writes a small picture of each image that has none, up to MOST_THUMBNAILS."""
+        folder, images = self.directory / "images", dict[str, ImageFile]()
+        for prompt in owners:
+            images |= prompt.images
+        if images and not self._thumbnails:
+            self._thumbnails = {path.stem for path in folder.glob("*.png")}
+        for digest, image in images.items():
+            if digest in self._thumbnails or len(self._thumbnails) == MOST_THUMBNAILS:
+                continue
+            path = folder / f"{digest}.png"
+            with writing(path):
+                folder.mkdir(exist_ok=True)
+                path.write_bytes(image.thumbnail())
+            self._thumbnails.add(digest)
 
     def close(
         self,

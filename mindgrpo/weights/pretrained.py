@@ -43,11 +43,11 @@ OF_FURTHER_TOKENS = "eh_proj.weight"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 ROWS_COMPARED = 4096
 FP8_SCALE = ".weight_scale_inv"
-# The scalar head's names in the files of TRL and OpenRLHF, which may have a bias beside it.
 # The names of a vision-language model's parts in memory, which some files have, and in published files.
 IN_MEMORY = {"model.visual.": VISUAL, "model.language_model.": "model."}
 # A convolution in files, of patches that do not overlap; a product of [out, values of a patch] here.
 PATCH_EMBEDDING = f"{VISUAL}patch_embed.proj.weight"
+# The scalar head's names in the files of TRL and OpenRLHF, which may have a bias beside it.
 OTHER_SCORES = ("v_head.summary.weight", "value_head.weight", "v_head.weight")
 
 
@@ -109,11 +109,24 @@ class EncoderFiles:
         tensor = self.tensors[name]
         return ModelFiles(tensor.file.parent, {name: tensor}).read(name)
 
+    def differing(self, other: EncoderFiles) -> str | None:
+        """Returns the published name of the first tensor that `other` lacks or has with other values, else None."""
+        named, theirs = self._published(), other._published()
+        for name in sorted(named.keys() | theirs.keys()):
+            if name not in named or name not in theirs:
+                return name
+            if not np.array_equal(self.read(named[name]), other.read(theirs[name])):
+                return name
+        return None
+
+    def _published(self) -> dict[str, str]:
+        return {name[name.index(VISUAL) :]: name for name in self.tensors}
+
     def digest(self) -> str:
         """Returns the SHA-256, in hex, of all values in float32, by published names."""
         state = hashlib.sha256()
-        for name in sorted(self.tensors, key=lambda name: name[name.index(VISUAL) :]):
-            state.update(name[name.index(VISUAL) :].encode() + self.read(name).tobytes())
+        for published, name in sorted(self._published().items()):
+            state.update(published.encode() + self.read(name).tobytes())
         return state.hexdigest()
 
 

@@ -474,16 +474,27 @@ class Golden:
 
     family: str
     mesh: tuple[int, int, int, int]
-    experts: tuple[int, int]
+    experts: tuple[int, int] = (1, 1)
+    backend: str = "shared_memory"
 
     @property
     def world(self) -> tuple[int, str]:
-        return prod(self.mesh), "shared_memory"
+        return prod(self.mesh), self.backend
+
+    @property
+    def name(self) -> str:
+        return f"{self.family} {'x'.join(map(str, self.mesh))}, {self.backend}"
 
 
+SEES_IMAGES = "qwen2_5_vl"
 GOLDEN = (
     Golden("mixtral", (2, 2, 1, 1), (2, 2)),
     Golden("deepseek_v3", (1, 2, 1, 2), (2, 2)),
+    Golden(SEES_IMAGES, (2, 2, 1, 1)),
+    Golden(SEES_IMAGES, (2, 1, 1, 2)),
+    Golden(SEES_IMAGES, (2, 2, 2, 1)),
+    Golden(SEES_IMAGES, (1, 2, 2, 2)),
+    Golden(SEES_IMAGES, (1, 2, 2, 1), backend="device"),
 )
 
 

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import cases as c
 import numpy as np
+from golden_images import SAMPLES, GoldenImages, read_golden_images
 from golden_models import each_in_its_row, read_golden, read_scores, scores_of, train
 
 from mindgrpo.backend.contract import Backend
+from mindgrpo.grpo.image_encoder import ImageEncoder
 from mindgrpo.models.decoder_config import decoder_config, read_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.parallel.mesh import Mesh
@@ -24,14 +27,11 @@ from mindgrpo.weights.pretrained import fill_random, load_weights
 
 
 def golden_gaps(backend: Backend) -> dict[str, Any]:
-    """By family of this world: the largest gap of this rank's log-probs, and of each of its parts of a gradient, of
-    the tensor's largest one.
+    """By case of this world: the largest gap of this rank's log-probs, and of each of its parts of a gradient, of the
+    tensor's largest one.
     """
-    return {
-        case.family: _gaps(backend, case)
-        for case in c.GOLDEN
-        if case.world == (backend.world_size, "shared_memory")
-    }
+    world = backend.world_size, "shared_memory" if backend.shares_memory else "device"
+    return {case.name: _gaps(backend, case) for case in c.GOLDEN if case.world == world}
 
 
 def golden_scores(folder: Path, backend: Backend) -> dict[str, Any]:
@@ -56,13 +56,28 @@ def golden_scores(folder: Path, backend: Backend) -> dict[str, Any]:
     return found
 
 
+def image_features(backend: Backend) -> list[str]:
+    """Digests of the features of the golden model's images, which these ranks encode together."""
+    golden = read_golden_images()
+    earlier, backend.kernels.batch_invariant = backend.kernels.batch_invariant, True
+    encoder = ImageEncoder(golden.config.vision, golden.run_images, backend)
+    load_weights(encoder.weights, golden.directory)
+    prompts = [golden.prompt(k) for k in range(SAMPLES)]
+    encoder.encode(prompts, False, encoder.weights.pool.load)
+    backend.kernels.batch_invariant = earlier
+    rows = [encoder.features.rows(golden.table.ids(i)) for i in range(len(golden.grids))]
+    return [sha256(features.tobytes()).hexdigest() for features in rows]
+
+
 def _gaps(backend: Backend, case: c.Golden) -> dict[str, Any]:
-    golden = read_golden(case.family)
+    sees_images = case.family == c.SEES_IMAGES
+    golden = read_golden_images() if sees_images else read_golden(case.family)
+    images = golden.images if isinstance(golden, GoldenImages) else None
     ep, etp = case.experts
     mesh = replace(Mesh(*case.mesh), ep=ep, etp=etp)
     splits = mesh.tp > 1
     layout = Layout.of(mesh, parameter_specs(golden.config, splits), 0, splits)
-    policy, logps = train(golden, backend, each_in_its_row(golden.rollout), layout)
+    policy, logps = train(golden, backend, each_in_its_row(golden.rollout), layout, images)
     policy.gradient_norm()
     gradients, whole = policy.gradients, golden.gradients
     with gradients.on_host() as host:
@@ -72,7 +87,7 @@ def _gaps(backend: Backend, case: c.Golden) -> dict[str, Any]:
             for name, part in host.hf_views.items()
             if name in whole
         }
-    found = [np.abs(own - golden.values["logps"][i]).max() for i, own in logps.items()]
+    found = [np.abs(own - golden.log_probs(i)).max() for i, own in logps.items()]
     return {
         "samples": len(found),
         "logps": float(max(found, default=0.0)),

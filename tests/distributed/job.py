@@ -28,7 +28,7 @@ from algorithms import advantages_of, loss_of, replace
 from carried import communication, cores_of, sum_in_graph, tokens_in_graph
 from comparison import Comparison
 from critics import critic_updates
-from golden import golden_gaps, golden_scores
+from golden import golden_gaps, golden_scores, image_features
 from losses import updates_by_every_loss
 from own_order import add_in_own_order
 from saving import saved_and_loaded
@@ -96,6 +96,8 @@ def as_of_another_engine(rollout: Rollout) -> Rollout:
 
 class Run:
     """One case on this rank: the roles, and what its steps brought."""
+
+    encoder = None
 
     def __init__(self, case: c.Case, backend: Backend) -> None:
         self.case, self.backend = case, backend
@@ -396,6 +398,19 @@ def run_all(folder: Path, backend: Backend) -> None:
             result["cases"][case.name] = outcome
             if backend.rank == 0:
                 np.savez(folder / f"{case.name}.npz", **parameters)
+    for name, part in parts_of(world, backend, folder).items():
+        started = time.perf_counter()
+        result[name] = part(backend)
+        result["seconds"][name] = time.perf_counter() - started
+    backend.close()
+    # Last: it tells that all of this rank's own work went well.
+    (folder / f"rank_{backend.rank}.json").write_text(json.dumps(result))
+
+
+def parts_of(
+    world: tuple[int, str], backend: Backend, folder: Path
+) -> dict[str, Callable[[Backend], Any]]:
+    """What this world computes beside its cases, by the name of its result."""
     parts: dict[str, Callable[[Backend], Any]] = {}
     if backend.world_size > 1:
         parts |= {"communication": communication, "sum_in_graph": sum_in_graph, "cores": cores_of}
@@ -410,17 +425,13 @@ def run_all(folder: Path, backend: Backend) -> None:
         parts |= {"sharded": partial(sharded_optimizers, folder / "sharded")}
     if any(case.world == world for case in c.GOLDEN):
         parts |= {"golden": golden_gaps}
+    if backend.shares_memory:
+        parts |= {"features": image_features}
     if backend.shares_memory and backend.world_size in map(math.prod, c.SCORED.values()):
         parts |= {"scores": partial(golden_scores, folder / "classifier")}
     if any(case.world == world for case in c.CRITICS):
         parts |= {"critics": critic_updates}
-    for name, part in parts.items():
-        started = time.perf_counter()
-        result[name] = part(backend)
-        result["seconds"][name] = time.perf_counter() - started
-    backend.close()
-    # Last: it tells that all of this rank's own work went well.
-    (folder / f"rank_{backend.rank}.json").write_text(json.dumps(result))
+    return parts
 
 
 def write_golden(backend: Backend, recipes: Sequence[str]) -> None:

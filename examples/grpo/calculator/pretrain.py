@@ -18,10 +18,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent
-sys.path[:0] = [str(HERE), str(GRPO), str(GRPO / "tiny_arithmetic")]
+sys.path[:0] = [str(HERE), str(GRPO)]
 
 from make_products import Product, called, guessed, make_splits, miscalled, sample_product  # noqa: E402
-from make_tokenizer import train_tokenizer, write_company  # noqa: E402
+from small_tokenizer import train_tokenizer, write_company  # noqa: E402
 from supervised import ROWS_A_STEP, Stage, in_two_stages, warm_start  # noqa: E402
 
 from mindgrpo.tools.pool import load_tools  # noqa: E402

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent
-sys.path[:0] = [str(HERE), str(GRPO), str(GRPO / "tiny_arithmetic")]
+sys.path[:0] = [str(HERE), str(GRPO)]
 
 from make_shapes import MADE, described, guessed, sample_picture  # noqa: E402
-from make_tokenizer import train_tokenizer, write_company  # noqa: E402
+from small_tokenizer import train_tokenizer, write_company  # noqa: E402
 from supervised import ROWS_A_STEP, Stage, in_two_stages, warm_start  # noqa: E402
 from tokenizers import AddedToken  # noqa: E402
 
@@ -130,7 +130,10 @@ def main() -> None:
     make_tokenizer(output, arguments.seed)
     rng = random.Random(f"warm {arguments.seed}")
     with TemporaryDirectory(prefix="mindgrpo-shapes-") as folder:
-        pictures, (looking, last) = Path(folder), in_two_stages(arguments.steps, LAST_SHARE_OF_STEPS)
+        pictures, (looking, last) = (
+            Path(folder),
+            in_two_stages(arguments.steps, LAST_SHARE_OF_STEPS),
+        )
         stages = [
             warm_rows(looking, rng, pictures / "looking", 0.0),
             warm_rows(last, rng, pictures / "last", GUESSED),

@@ -43,9 +43,11 @@ function sampleCard(sample, fill) {
   return card;
 }
 
-function promptRow(prompt, answer = "") {
+function promptRow(prompt, answer = "", images = []) {
   return element("div", { class: "prompt" },
-    element("span", { class: "tag" }, word("prompt")), element("pre", { tabindex: "0" }, prompt),
+    element("span", { class: "tag" }, word("prompt")),
+    images.map((src, i) => element("img", { src, alt: word("image", i + 1) })),
+    element("pre", { tabindex: "0" }, prompt),
     answer ? [element("span", { class: "tag" }, word("answer")), element("code", {}, answer)] : []);
 }
 
@@ -54,7 +56,7 @@ function groupArticle(group, samples, number, fill) {
   return element("article", { class: "group" },
     element("header", { class: "group-head" },
       element("h3", {}, word("group", number)), element("span", { class: "quiet" }, word("mean_spread", mean, deviation))),
-    promptRow(group.prompt, group.answer),
+    promptRow(group.prompt, group.answer, group.images),
     element("div", { class: "cards" }, samples.map((sample) => sampleCard(sample, fill))));
 }
 
