@@ -285,7 +285,7 @@ def test_rewards_by_length_are_told_the_tokens_that_the_policy_wrote() -> None:
 
     world = SimpleNamespace(gather_objects=lambda value: [value])
     alone = SimpleNamespace(rank=0, world=world, health=RankHealth(0, 1, None))
-    prompt = SimpleNamespace(text="", answer="", question="", columns={})
+    prompt = SimpleNamespace(text="", answer="", question="", columns={}, images={})
     words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
     rewards = SimpleNamespace(score=score, names=["f"], num_done=lambda: 0)
     scorer = RolloutScorer(rewards, words, alone)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from mindgrpo.errors import UserError, whole_number
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_active_parameters, num_parameters
+from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.models.precision import compute_dtype
 from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
@@ -119,6 +120,9 @@ def _not_counted(plan: RunPlan) -> list[str]:
 
 def _parameters(model: DecoderConfig) -> str:
     words = f"{num_parameters(model) / 1e9:.3f} B parameters"
+    if model.vision is not None:
+        count = sum(math.prod(spec.shape) for spec in vision_specs(model.vision)) / 1e9
+        words += f", and {count:.3f} B of a vision encoder, which stays frozen"
     if model.moe is None:
         return words
     active = num_active_parameters(model) / 1e9

@@ -184,9 +184,13 @@ def _reward_file(_: Any, others: Others) -> Meaning:
     return {"reward_config.verifier_function": [f"{path}:{name or 'compute_score'}"]}
 
 
-@VERL_RULES.of("data.prompt_key")
-def _question(value: Any, _: Others) -> Meaning:
-    return {"rl_config.dataset_map_keys": [f"question={value}"]}
+@VERL_RULES.of("data.prompt_key", "data.image_key")
+def _columns(_: Any, others: Others) -> Meaning:
+    """Converts both, as one key holds all columns with other names."""
+    named = {"question": "prompt_key", "images": "image_key"}
+    keys = {name: others.get(f"data.{key}") for name, key in named.items()}
+    map_keys = [f"{name}={key}" for name, key in keys.items() if key not in (None, name)]
+    return {"rl_config.dataset_map_keys": map_keys} if map_keys else AS_HERE
 
 
 @VERL_RULES.of("trainer.resume_mode", "trainer.resume_from_path", null=True)

@@ -77,7 +77,9 @@ EXPERTS = {
 # Keys of latent attention, which have the same names everywhere.
 LATENTS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 NAMES = {**REQUIRED, **OPTIONAL, **EXPERTS}
-NAMES |= {name: name for name in (*NAMES.values(), *LATENTS, "rope_scaling")}
+# MindFormers has no name for a vision encoder.
+VISION = ("vision_config", "image_token_id")
+NAMES |= {name: name for name in (*NAMES.values(), *LATENTS, "rope_scaling", *VISION)}
 # Config classes of MindFormers that imply the model_type.
 TYPES = {"DeepseekV3Config": "deepseek_v3"}
 # extend_method -> the type and the factors of rope_scaling in config.json.

@@ -51,8 +51,8 @@ FAULTS = (
     Fault(
         "positions-of-completions-are-one-too-far",
         "mindgrpo/algorithm/packing.py",
-        "positions[number, own] = placed.prompt + np.arange(own.stop - own.start)",
-        "positions[number, own] = placed.prompt + 1 + np.arange(own.stop - own.start)",
+        "behind = following + np.arange(own.stop - own.start)",
+        "behind = following + 1 + np.arange(own.stop - own.start)",
         "the trainer computes completions with a gap behind their prompt",
     ),
     Fault(
