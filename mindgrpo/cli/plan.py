@@ -17,8 +17,8 @@ from mindgrpo.errors import UserError, whole_number
 from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_active_parameters, num_parameters
-from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.models.precision import compute_dtype
+from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
 from mindgrpo.plan.memory import HostPlan, phase_needs

@@ -382,10 +382,9 @@ class PromptSet(Sequence[Prompt]):
         if self.form.images is None:
             return ""
         table = self.form.images.table
-        sizes = {
-            place.number: table.num_features(place.number) for place in table.places(self._ids)
-        }
-        longest = f", the longest of {max(sizes.values())} tokens" if sizes else ""
+        numbers = {image.number for image in table.places(self._ids)}
+        sizes = [*map(table.num_features, numbers)]
+        longest = f", the longest of {max(sizes)} tokens" if sizes else ""
         return f"; {counted(len(sizes), 'image')}{longest}"
 
     def report(self) -> str:
