@@ -6,7 +6,6 @@ Refuses to judge; small_runs.py runs it.
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -52,7 +51,6 @@ def make_model(folder: Path) -> Path:
 
 def make_example(made: Path) -> None:
     """What the scripts of examples/grpo/tiny_shapes make, without a warm start and with few rows."""
-    shutil.rmtree(made, ignore_errors=True)
     supervised.write_random_model(make_vision_model.MODEL, made / "model", 0)
     make_vision_model.make_tokenizer(made / "model", 0)
     for split in ("train", "heldout"):

@@ -208,3 +208,56 @@ def test_models_beside_the_policy_that_cannot_have_its_features_are_refused(
         words = [*ROOMY, "--ref_config.sync_ref_model=false", word]
         with pytest.raises(UserError, match=expected):
             small_runs.trainer(inputs, None, *words, *([gae] if "critic" in word else []))
+
+
+ENVIRONMENT = '''
+import io
+from PIL import Image
+
+class Own:
+    """Opens with the row's question and images, or with a picture that it draws."""
+
+    def reset(self, row):
+        if row["images"] is None:
+            picture = Image.new("RGB", (56, 56), (len(row["question"]) % 256, 0, 0))
+            return [{"role": "user", "content": [{"type": "image", "image": picture}, "what is it?"]}]
+        return row["messages"]
+
+    def step(self, completion):
+        self.turns = getattr(self, "turns", 0) + 1
+        return "look again", float(sum(map(ord, completion)) % 3), self.turns == 2
+
+
+class AnswersWithImages(Own):
+    def step(self, completion):
+        messages = [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (56, 56))}]}]
+        return messages, 0.0, False
+'''
+
+
+def test_an_environment_opens_conversations_with_images_of_the_row_or_its_own(
+    inputs: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(ENVIRONMENT)
+    words = [*ROOMY, *small_runs.ONE_GRAPH, "--rl_config.max_turns=2", "--rl_config.max_steps=2"]
+    words += ["--generate_config.sampling_config.max_tokens=32"]
+    own = f"--rl_config.environment={path}:Own"
+    run = small_runs.run(inputs, tmp_path / "run", *words, own)
+    for row in read_metrics(run / "metrics.jsonl"):
+        assert row["logprob_gap/max"] == 0.0 and row["environment/failures"] == 0
+    rows = list(map(json.loads, small_runs.completions(run)))
+    opened = {row["prompt"] for row in rows}
+    assert all("<|image_pad|>" in prompt for prompt in opened) and any(
+        "what is it?" in prompt for prompt in opened
+    )
+    with pytest.raises(UserError, match=r"an image, which only the messages of reset can have"):
+        small_runs.run(inputs, tmp_path / "no", *words, f"{own[:-3]}AnswersWithImages")
+
+
+def test_a_model_of_text_is_not_shown_an_environments_images(inputs: Path, tmp_path: Path) -> None:
+    small_runs.make_inputs(tmp_path / "text")
+    (tmp_path / "own.py").write_text(ENVIRONMENT.replace('row["images"]', "None"))
+    own = f"--rl_config.environment={tmp_path / 'own.py'}:Own"
+    with pytest.raises(UserError, match=r"the model sees none"):
+        small_runs.trainer(tmp_path / "text", None, own, "--rl_config.max_turns=2").train()

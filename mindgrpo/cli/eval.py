@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from mindgrpo.backend.connect import connect
 from mindgrpo.backend.contract import Backend
@@ -128,7 +130,7 @@ def read_inputs(
             engine_notes(config)
         mesh = mesh_for(config.generate_config.parallel_config, world_size)
         tokenizer = read_tokenizer(config, model)
-        turns = read_turns(config, tokenizer)
+        turns = read_turns(config, tokenizer, images)
         prompts = held_out_prompts(config, tokenizer, ranks, turns, True, images=images)
         assert prompts is not None
         sampling = sampling_params(config, tokenizer)
@@ -237,13 +239,13 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
     inputs = read_inputs(config, backend.world_size, ranks, scores=backend.rank == 0)
     console.line(f"  {config.actor_config.load}: generate {inputs.layout.mesh}")
     with console.phase("loading weights"):
-        engine, residency = _engine(config, inputs, backend)
+        engine, residency, encode = _engine(config, inputs, backend)
         models = make_reward_models(config, inputs.reward_models, inputs.classifier_texts, backend)
         for model, role in zip(models, inputs.reward_models, strict=True):
             fill_forward(model.weights, role.load, config)
             residency.add({model.role: [model.weights.pool]})
     on_first_rank(backend, inputs.check_rewards)
-    conversations = make_conversations(config, inputs.tokenizer, inputs.turns, backend)
+    conversations = make_conversations(config, inputs.tokenizer, inputs.turns, backend, encode)
     evaluator = Evaluator(
         Replicas(engine, inputs.layout.mesh, backend, conversations),
         RolloutScorer(
@@ -276,19 +278,25 @@ def run(config: Config, step: int, backend: Backend) -> tuple[list[Outcome], Eva
 
 def _engine(
     config: Config, inputs: EvaluationInputs, backend: Backend
-) -> tuple[RolloutEngine, Residency]:
-    """Makes the engine with its weights, and its cache on the device."""
+) -> tuple[RolloutEngine, Residency, Callable[[Sequence[np.ndarray]], None] | None]:
+    """Makes the engine with its weights, and its cache on the device; and what encodes images of further prompts."""
     cache_config = inputs.cache_config(config)
     residency = Residency(config.context.max_device_bytes)
-    vision, images, features = inputs.model.vision, inputs.images, None
+    vision, images, features, encode = inputs.model.vision, inputs.images, None, None
     if vision is not None and images is not None:
         encoder = ImageEncoder(vision, images, backend)
         fill_forward(encoder.weights, config.actor_config.load, config)
         residency.add({VISION: [encoder.weights.pool]})
-        assert inputs.held_out is not None
-        ids = [prompt.ids for prompt in inputs.held_out[: inputs.num_prompts]]
-        encoder.encode(ids, False, lambda: residency.activate("images"))
         features = encoder.features
+
+        def encode(prompts: Sequence[np.ndarray]) -> None:
+            if encoder.encode(prompts, True, lambda: residency.activate("images")):
+                residency.activate("rollout")
+                engine.load(config.actor_config.load, VERSION)
+
+        if config.rl_config.environment is None and inputs.held_out is not None:
+            ids = [prompt.ids for prompt in inputs.held_out[: inputs.num_prompts]]
+            encoder.encode(ids, False, lambda: residency.activate("images"))
     engine = make_engine(
         config, inputs.model, inputs.layout, backend, inputs.sampling, cache_config, features
     )
@@ -297,7 +305,7 @@ def _engine(
     residency.activate("rollout")
     engine.wake()
     engine.load(config.actor_config.load, VERSION)
-    return engine, residency
+    return engine, residency, encode
 
 
 def report(

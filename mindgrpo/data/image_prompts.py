@@ -7,7 +7,7 @@ holds for longer than it takes to cut them into patches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,15 @@ class RunImages:
         if key not in self._numbers:
             self._numbers[key] = self.table.add(*image.grid)
             self._files.append(read)
-        return self._numbers[key]
+        number = self._numbers[key]
+        if self._files[number] is _released:
+            self._files[number] = read
+        return number
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Frees what `number` was given to read these images, which have to be numbered again before they are read."""
+        for number in numbers:
+            self._files[number] = _released
 
     def patches(self, number: int) -> np.ndarray:
         """Reads and decodes image `number`, and returns its patches, float32 [P, values of a patch].
@@ -109,6 +117,10 @@ class RunImages:
             else:
                 whole.append(own)
         return whole
+
+
+def _released() -> ImageFile:
+    raise RuntimeError("an image is read after it was released")
 
 
 def no_images(token: int) -> RunImages:

@@ -85,6 +85,12 @@ class ImageFile:
         """Returns the same image with its bytes: later calls do not see what was written to the file since."""
         return replace(self, data=self.content())
 
+    def as_text(self) -> str:
+        """Returns the absolute path, or a data URI of bytes that are held."""
+        if self.data is None and self.path is not None:
+            return str(self.path.absolute())
+        return f"data:image/*;base64,{base64.b64encode(self.data or b'').decode()}"
+
     def size(self) -> tuple[int, int]:
         """Returns (width, height) in pixels from the header: of a file only the beginning is read in most formats."""
         with self._opened() as image:

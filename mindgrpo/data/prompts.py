@@ -237,10 +237,23 @@ class Prompt:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Returns what an environment begins with: the columns, `question`, `answer` and the prompt's `messages`."""
-        messages = [dict(message) for message in self.example.messages]
+        """Returns what an environment begins with: the columns, `question`, `answer` and the prompt's `messages`.
+
+        Parts of messages have their images, and `images` all of them: an absolute path or the bytes of a file each.
+        """
+        images = [image.path or image.data for image in self.example.images]
+        waiting = iter(images)
+        messages = [
+            message
+            if isinstance(message["content"], str)
+            else {
+                **message,
+                "content": [_with_source(part, waiting) for part in message["content"]],
+            }
+            for message in map(dict, self.example.messages)
+        ]
         own = {"question": self.question, "answer": self.answer, "messages": messages}
-        return self.columns | own
+        return self.columns | own | ({"images": images} if images else {})
 
 
 @dataclass(frozen=True)
@@ -293,6 +306,10 @@ def encode_share(examples: Examples, form: PromptForm, start: int, stop: int) ->
         error=error,
         images=images,
     )
+
+
+def _with_source(part: Mapping[str, Any], images: Iterator[Any]) -> dict[str, Any]:
+    return {**part, "image": next(images)} if part["type"] == "image" else dict(part)
 
 
 class PromptSet(Sequence[Prompt]):

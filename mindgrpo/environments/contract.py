@@ -6,10 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mindgrpo.data.messages import message_of
+from mindgrpo.data.image_prompts import text_of
+from mindgrpo.data.images import image_files
+from mindgrpo.data.messages import Message, message_of
 from mindgrpo.environments.packages import PACKAGES
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import BadResult, as_float
@@ -24,8 +27,6 @@ OPENING_ROLES = ("system", "user", "assistant", "tool")
 STEP_ROLES = ("user", "tool")
 STEP_CONTRACT = "(messages, reward, done)"
 EXAMPLE, PARAMETERS = "gem:game:GuessTheNumber-v0-easy", "parameter=value, ..."
-
-Message = dict[str, str]
 
 
 def load_environment(text: str) -> Callable[[], Any]:
@@ -144,8 +145,11 @@ class Observation:
         """Reads an Observation. Raises KeyError, TypeError or ValueError for what `as_json` did not make."""
         messages, reward, is_done = value["messages"], value["reward"], value["done"]
         for message in messages:
-            if not all(isinstance(text, str) for pair in message.items() for text in pair):
-                raise TypeError(message)
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            for texts in ({**message, "content": ""}, *parts):
+                if not all(isinstance(text, str) for pair in texts.items() for text in pair):
+                    raise TypeError(message)
             if not {"role", "content"} <= message.keys():
                 raise KeyError(message)
         return cls(tuple(messages), float(reward), bool(is_done))
@@ -155,11 +159,14 @@ Result = Observation | CallFailure
 
 
 def opening_of(returned: Any) -> Observation:
-    """Returns the messages that `reset` returned, alone or as Gymnasium's (observation, info). Raises BadResult."""
+    """Returns the messages that `reset` returned, alone or as Gymnasium's (observation, info). Raises BadResult.
+
+    The content of one that has images is a list of parts, those of images with a path or a data URI as `source`.
+    """
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if is_pair and isinstance(returned[1], Mapping) and "role" not in returned[1]:
         returned = returned[0]
-    messages = checked_messages(returned, OPENING_ROLES)
+    messages = checked_messages(returned, OPENING_ROLES, may_have_images=True)
     if not messages or messages[-1]["role"] in ("system", "assistant"):
         raise BadResult("no messages that end with one of the user's")
     return Observation(messages)
@@ -186,7 +193,9 @@ def step_of(returned: object) -> Observation:
     return Observation(messages, value, done)
 
 
-def checked_messages(value: object, roles: Sequence[str]) -> tuple[Message, ...]:
+def checked_messages(
+    value: object, roles: Sequence[str], may_have_images: bool = False
+) -> tuple[Message, ...]:
     """Returns messages of the user's: a text becomes one message, None becomes none. Raises BadResult."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -194,32 +203,46 @@ def checked_messages(value: object, roles: Sequence[str]) -> tuple[Message, ...]
         value = []
     if not isinstance(value, tuple | list):
         raise BadResult(f"{_shown(value)} for messages, which are a list")
-    messages = tuple(_message_of(message, roles) for message in value)
-    letters = sum(len(message["content"]) for message in messages)
+    messages = tuple(_message_of(message, roles, may_have_images) for message in value)
+    letters = sum(len(text_of(message["content"])) for message in messages)
     if letters > MOST_LETTERS:
         raise BadResult(f"messages of {letters} letters; {MOST_LETTERS} are the most")
     return messages
 
 
-def _message_of(value: object, roles: Sequence[str]) -> Message:
+def _message_of(value: object, roles: Sequence[str], may_have_images: bool) -> Message:
     try:
         message = message_of(value, "")
         texts = {key: message[key] for key in ("role", "content", "name") if key in message}
         if not isinstance(texts.get("name", ""), str):
             raise UserError("")
-        if not isinstance(texts["content"], str):
-            raise BadResult("an image in a message, which conversations cannot have yet")
     except UserError:
         sentence = f"{_shown(value)} for a message, which has role and content"
         raise BadResult(sentence) from None
     if texts["role"] not in roles:
         raise BadResult(f"a message of the role {texts['role']!r}; roles are {', '.join(roles)}")
-    for text in texts.values():
+    content = texts["content"]
+    for text in (texts["role"], texts.get("name", ""), text_of(content)):
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # half of a surrogate pair has no tokens
             raise BadResult("a message that cannot be written as UTF-8") from None
-    return texts
+    if isinstance(content, str):
+        return texts
+    if not may_have_images:
+        raise BadResult("an image, which only the messages of reset can have")
+    return {**texts, "content": [*map(_sent_part, content)]}
+
+
+def _sent_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a part with its image as text. Raises BadResult for what is no image."""
+    if part["type"] != "image":
+        return part
+    try:
+        (image,) = image_files([part.get("source")], "its message", Path())
+    except UserError as error:
+        raise BadResult(str(error)) from None
+    return {"type": "image", "source": image.as_text()}
 
 
 def _shown(value: object) -> str:

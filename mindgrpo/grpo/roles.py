@@ -182,6 +182,12 @@ class Roles(TrainedRoles):
         self.weight_check.check(self._to_engine, self.policy.version)
         return self.policy.version
 
+    def encode_in_rollout(self, prompts: Sequence[np.ndarray]) -> None:
+        """Encodes images of prompts that are made while the engine generates, which goes on then. Collective."""
+        if self.encode_images(prompts, keeps=True):
+            self.refresh_engine()
+            self.enter_rollout()
+
     def _syncer_to(self, target: Weights) -> WeightSyncer:
         policy = self.policy
         return WeightSyncer(policy.weights, policy.adapters, target, self.backend)

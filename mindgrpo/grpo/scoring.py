@@ -112,10 +112,11 @@ class Scored:
         per_function = self.scores.per_function
         for i, prompt in enumerate(prompts):
             turns = {"messages": list(messages)} if (messages := rollout.messages[i]) else {}
-            images = {"images": [*prompt.images]} if prompt.images else {}
+            # Those of what an environment opened with are not recorded.
+            images = [] if i in self.opened_with else [*prompt.images]
             yield {
                 "prompt": self.opened_with.get(i) or prompt.text,
-                **images,
+                **({"images": images} if images else {}),
                 "completion": self.texts[i],
                 **turns,
                 "answer": prompt.answer,
@@ -215,11 +216,16 @@ class RolloutScorer:
     def _opened_with(self, rollout: Rollout, prompts: Sequence[Prompt]) -> dict[int, str]:
         if self.environment_weight is None:
             return {}
-        return {
-            i: self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-            for i, (ids, prompt) in enumerate(zip(rollout.prompt_ids, prompts, strict=True))
-            if not np.array_equal(ids, prompt.ids)
-        }
+        opened_with = {}
+        for i, (ids, prompt) in enumerate(zip(rollout.prompt_ids, prompts, strict=True)):
+            if np.array_equal(ids, prompt.ids):
+                continue
+            if ids.min() < 0:
+                # Ids of images stand for no text; the template writes one token for each image.
+                opened_with[i] = self.tokenizer.render(rollout.openings[i])
+            else:
+                opened_with[i] = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        return opened_with
 
     def _score_here(
         self, rollout: Rollout, prompts: Sequence[Prompt], opened_with: Mapping[int, str]

@@ -140,7 +140,8 @@ class Stepper:
 
         `check` is called between generating and scoring; its exceptions propagate.
         """
-        self.roles.encode_images([prompt.ids for prompt in prompts])
+        if self.roles.encoder is not None:
+            self.roles.encode_images(self._shown_ids(prompts))
         self.roles.refresh_engine()
         version = self.roles.enter_rollout()
         modes = evaluation_modes(self.config, self._sampling)
@@ -222,8 +223,8 @@ class Stepper:
                 count, sampling = 1, replace(sampling, temperature=0.0)
             return self.replicas.generate(prompts, count, sampling, key, version, first, groups)
 
+        self._encode_images(self._shown_ids(prompts), keeps=first > 0 or greedy)
         ids = [prompt.ids for prompt in prompts]
-        self._encode_images(ids, keeps=first > 0 or greedy)
         drawn = {"prompts": digest(ids), "numbers of samples": digest(first)}
         return self._draw(step, drawn, generate)
 
@@ -234,6 +235,11 @@ class Stepper:
         drawn = {"prompts and unfinished completions": digest(partial.begin_step(step))}
         self._encode_images(partial.prompts)
         return self._draw(step, drawn, generate)
+
+    def _shown_ids(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        """Returns the ids of prompts that are generated from: an environment has its own."""
+        opens = self.config.rl_config.environment is not None
+        return [] if opens else [prompt.ids for prompt in prompts]
 
     def _encode_images(self, prompts: Sequence[np.ndarray], keeps: bool = False) -> None:
         """Encodes the prompts' images that have no features yet, and frees others unless it `keeps` them."""

@@ -17,6 +17,8 @@ import numpy as np
 from mindgrpo.algorithm.sample import FAILED, LENGTH, MAX_TURNS, STOPPED, Request, Sample
 from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.examples import Example
+from mindgrpo.data.image_prompts import UNNUMBERED
+from mindgrpo.data.images import ImageFile
 from mindgrpo.data.messages import Message
 from mindgrpo.data.prompts import Fitted, PromptForm
 from mindgrpo.data.tokenizer import Tokenizer
@@ -32,13 +34,15 @@ class Reply:
     """A responder's reply to a turn of the policy, or the opening of a conversation.
 
     `messages` come after the turn (or are the prompt); the key `failure` of one is not shown to the model. `turn` is
-    kept with the policy's turn. If the reply `is_last`, the conversation ends, and the messages are left out.
+    kept with the policy's turn. If the reply `is_last`, the conversation ends, and the messages are left out. An
+    opening's `images` are those of its messages in order, with their files' bytes.
     """
 
     messages: Sequence[Message] = ()
     turn: Mapping[str, Any] = field(default_factory=dict)
     is_last: bool = False
     has_failed: bool = False
+    images: Sequence[ImageFile] = ()
 
     @classmethod
     def failed(cls, failure: CallFailure) -> Reply:
@@ -99,6 +103,7 @@ class Conversations:
     A conversation has at most `max_turns` turns of the policy. With `form` the responder opens each, with messages that
     this makes a prompt of; without, the prompts are those of the requests. All ranks make their calls together, and
     `gather` what each of them asks; where one rank `asks` for others that have the same samples, these ask nothing.
+    `encode` makes features of the images of prompts, on all ranks together.
     """
 
     tokenizer: Tokenizer
@@ -107,6 +112,7 @@ class Conversations:
     max_turns: int
     form: PromptForm | None = None
     gather: Gather = alone
+    encode: Callable[[Sequence[np.ndarray]], None] | None = None
 
     def run(
         self,
@@ -192,15 +198,31 @@ class Conversations:
     ) -> tuple[dict[int, Sample], dict[int, Reply]]:
         """Returns the samples with their own prompts, and the replies that gave none."""
         opened, not_opened = dict(samples), {}
+        numbers = self._numbered(replies, form)
         for i, sample in samples.items():
             reply = replies[i]
-            prompt = reply if reply.has_failed else prompt_of(reply.messages, form)
+            prompt = reply if reply.has_failed else prompt_of(reply, form, numbers.get(i, ()))
             if isinstance(prompt, Reply):
                 not_opened[i] = prompt
             else:
                 opening = form.with_system(tuple(reply.messages))
                 opened[i] = replace(sample, prompt=prompt, opening=opening)
         return opened, not_opened
+
+    def _numbered(self, replies: Replies, form: PromptForm) -> dict[int, list[int]]:
+        """Numbers and encodes the images of all openings, in the order of samples: on every rank alike."""
+        images = form.images
+        if images is None or not any(reply.images for reply in replies.values()):
+            return {}
+        numbers = {
+            i: [images.number(images.sized(own), own.in_memory) for own in replies[i].images]
+            for i in sorted(replies)
+        }
+        every = sorted({number for own in numbers.values() for number in own})
+        if self.encode is not None:
+            self.encode([images.table.ids(number) for number in every])
+        images.release(every)
+        return numbers
 
     def _message(self, sample: Sample) -> dict[str, Any]:
         return {"role": "assistant", "content": self.tokenizer.decode(sample.turn.tolist())}
@@ -265,14 +287,21 @@ def shown_message(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "failure"}
 
 
-def prompt_of(messages: Sequence[Message], form: PromptForm) -> np.ndarray | Reply:
-    """Returns the prompt, int32 [n], or a reply that says why there is none."""
+def prompt_of(opening: Reply, form: PromptForm, numbers: Sequence[int] = ()) -> np.ndarray | Reply:
+    """Returns the prompt, int32 [n], or a reply that says why there is none.
+
+    `numbers` are those of the opening's images; without them, their features are UNNUMBERED.
+    """
     try:
-        fitted = form.encoded(Example(tuple(messages), ""))
+        fitted = form.encoded(Example(tuple(opening.messages), "", images=tuple(opening.images)))
     except UserError as error:
         return Reply.failed(CallFailure(BAD_RESULT, str(error)))
     if isinstance(fitted, Fitted):
-        return np.array(fitted.ids, np.int32)
+        ids = np.array(fitted.ids, np.int32)
+        if numbers and form.images is not None:
+            table = form.images.table
+            ids[ids == UNNUMBERED] = np.concatenate([table.ids(number) for number in numbers])
+        return ids
     too_long = (
         f"its first messages are {fitted} long and max_prompt_length is {form.max_prompt_length}; raise "
         "generate_config.max_prompt_length or shorten them"

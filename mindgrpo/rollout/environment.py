@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from mindgrpo.algorithm.sample import Messages
 from mindgrpo.config import Config, memory_bytes
 from mindgrpo.data.examples import Example
+from mindgrpo.data.image_prompts import RunImages, with_images
 from mindgrpo.data.messages import Message
 from mindgrpo.data.prompts import Fitted, Prompt, PromptForm, PromptSet
 from mindgrpo.data.tokenizer import Tokenizer
@@ -22,7 +24,7 @@ from mindgrpo.environments.pool import EnvironmentPool
 from mindgrpo.errors import UserError
 from mindgrpo.rewards.call import RewardResult
 from mindgrpo.rollout.conversations import Reply, prompt_of, shown_message
-from mindgrpo.workers.protocol import CallFailure, CallLimits
+from mindgrpo.workers.protocol import BAD_RESULT, CallFailure, CallLimits
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class EnvironmentTurns:
 
     pool: EnvironmentPool | None
     mixture: Mixture | None = None
+    images: RunImages | None = None
     _met: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -56,7 +59,7 @@ class EnvironmentTurns:
         return {sample: self._reply(sample, asked[sample], results[sample]) for sample in results}
 
     def _reply(self, sample: int, question: Question, result: Result) -> Reply:
-        reply, name = reply_to(question, result), self._met.get(sample)
+        reply, name = reply_to(question, result, self.images), self._met.get(sample)
         return replace(reply, turn={**reply.turn, COLUMN: name}) if reply.turn and name else reply
 
     def end_rollout(self) -> None:
@@ -69,17 +72,35 @@ class EnvironmentTurns:
             self.pool.close()
 
 
-def reply_to(question: Question, result: Result) -> Reply:
+def reply_to(question: Question, result: Result, images: RunImages | None = None) -> Reply:
+    """Returns the reply that a result is; `images` are those of the run, which an opening may have."""
     if isinstance(result, CallFailure):
         return Reply.failed(result)
     if isinstance(question, Opening):
-        return Reply(result.messages)
+        return _opening(result.messages, images)
     turn = {"reward": result.reward, "done": result.is_done}
     return Reply(result.messages, turn, result.is_done)
 
 
+def _opening(messages: Sequence[Message], images: RunImages | None) -> Reply:
+    """Reads the images of an opening here, so that every rank gets the same bytes."""
+    if all(isinstance(message["content"], str) for message in messages):
+        return Reply(messages)
+    if images is None:
+        return Reply.failed(CallFailure(BAD_RESULT, NO_IMAGES))
+    try:
+        shown, files = with_images(messages, None, "its messages", Path())
+        held = [file.in_memory() for file in files]
+        for file in held:
+            images.sized(file)
+    except UserError as error:
+        return Reply.failed(CallFailure(BAD_RESULT, str(error)))
+    return Reply(shown, images=held)
+
+
 # The rewards' name among those of reward functions.
 NAME = "environment"
+NO_IMAGES = "its messages have an image, but the model sees none; return text, or name one in actor_config.load"
 # Until each of several environments was met.
 MOST_ROWS_TRIED = 1000
 CORRECT = f"; correct the class or {ENVIRONMENT.key}"
@@ -152,8 +173,8 @@ class EnvironmentForm:
         def fails(call: str, error: str) -> UserError:
             return UserError(f"environment {text!r}: {call} fails on the row of {where}: {error}")
 
-        reply = reply_to(opening, pool.ask({number: opening})[number])
-        ids = reply if reply.has_failed else prompt_of(reply.messages, self.form)
+        reply = reply_to(opening, pool.ask({number: opening})[number], self.form.images)
+        ids = reply if reply.has_failed else prompt_of(reply, self.form)
         if not isinstance(ids, np.ndarray):
             # Messages that make no prompt have a remedy of their own.
             remedy = CORRECT if reply.has_failed else ""
@@ -171,17 +192,19 @@ class EnvironmentForm:
             if answered:
                 ended = len(tokenizer.encode(completion)) + 1
                 two_turns = 2 * ended + len(self.suffix.ids([*map(shown_message, answered)]))
-        shown = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        shown = tokenizer.decode(ids[ids >= 0].tolist(), skip_special_tokens=False)
         return Trial(shown, len(ids), (turn, *answered), opening=begun, two_turns=two_turns)
 
 
-def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | None:
-    """Reads the settings; None without an environment. Raises UserError."""
+def read_environment(
+    config: Config, tokenizer: Tokenizer, images: RunImages | None = None
+) -> EnvironmentForm | None:
+    """Reads the settings; None without an environment. `images` are those of the run. Raises UserError."""
     rl = config.rl_config
     if rl.environment is None:
         return None
     longest = config.generate_config.max_prompt_length
-    form = PromptForm(tokenizer, longest, system_prompt=rl.system_prompt or "")
+    form = PromptForm(tokenizer, longest, system_prompt=rl.system_prompt or "", images=images)
     limits = CallLimits(rl.environment_deadline, memory_bytes(config.reward_config.memory))
     suffix = TurnSuffix(tokenizer, role="user")
     return EnvironmentForm(Mixture.read(rl.environment), form, suffix, limits, rl.seed)
@@ -189,7 +212,8 @@ def read_environment(config: Config, tokenizer: Tokenizer) -> EnvironmentForm | 
 
 def environment_turns(environment: EnvironmentForm, runs_here: bool) -> EnvironmentTurns:
     mixture, limits = environment.mixture, environment.limits
-    return EnvironmentTurns(EnvironmentPool(mixture, limits) if runs_here else None, mixture)
+    pool = EnvironmentPool(mixture, limits) if runs_here else None
+    return EnvironmentTurns(pool, mixture, environment.form.images)
 
 
 def environment_weight(config: Config) -> float | None:

@@ -382,9 +382,9 @@ def _read(
     plan, tokenizer = _read_model(config, world_size)
     rl = config.rl_config
     choice = replace(FOR_TRAINING, name=rl.dataset_split)
-    turns = read_turns(config, tokenizer)
-    evaluates, keeps_answer = rl.eval_steps > 0, form == "as_prompts"
     images = read_images(config, plan.model, config.generate_config.max_prompt_length)
+    turns = read_turns(config, tokenizer, images)
+    evaluates, keeps_answer = rl.eval_steps > 0, form == "as_prompts"
     own = keeps_answer, images
     prompts = _prompts(config, tokenizer, ranks, turns, choice, "dataset_file", *own)
     held_out = held_out_prompts(config, tokenizer, ranks, turns, evaluates, *own)

@@ -314,5 +314,7 @@ def _stepper_of(run: Run[TrainedRoles]) -> Stepper | SupervisedStepper:
         roles.reward_models,
         roles.enter,
     )
-    conversations = make_conversations(run.config, inputs.tokenizer, inputs.turns, backend)
+    conversations = make_conversations(
+        run.config, inputs.tokenizer, inputs.turns, backend, roles.encode_in_rollout
+    )
     return make_stepper(cast("Run[Roles]", run), scorer, conversations)
