@@ -199,6 +199,7 @@ def make_engine(
             vllm_settings(
                 config, model, layout.mesh, cache_config, weight_bytes, memory_bytes, device_bytes
             ),
+            images,
         )
     return EmbeddedEngine(
         model,

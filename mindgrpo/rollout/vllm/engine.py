@@ -10,10 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from mindgrpo.algorithm.image_tokens import ImageFeatures
 from mindgrpo.algorithm.sample import LENGTH, STOPPED, Request, Sample
 from mindgrpo.algorithm.token_arrays import TOKEN_ARRAYS
 from mindgrpo.backend.contract import Backend, HostArrays, Pool
@@ -88,12 +91,19 @@ class WeightBucket:
 class VllmEngine:
     """`layout` is the generating one: its model axis is vLLM's tensor parallelism."""
 
-    def __init__(self, layout: Layout, backend: Backend, settings: VllmSettings) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        backend: Backend,
+        settings: VllmSettings,
+        images: ImageFeatures | None = None,
+    ) -> None:
         self.version: int | None = None
         self.stats = RolloutStats()
         # What the process says of itself once it is ready; empty on ranks without one.
         self.description: Message = {}
-        self._settings, self._backend = settings, backend
+        self._settings, self._backend, self._images = settings, backend, images
+        self._num_asked = 0
         self._degree = layout.mesh.tp
         self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
         self._layout = layout.whole_on(layout.mesh.first_ranks)
@@ -119,6 +129,7 @@ class VllmEngine:
             own = self._settings
             start = {"type": "start", "tensor_parallel": self._degree, "model": own.model}
             start |= {"dtype": own.dtype, "max_model_len": own.max_model_len, "seed": own.seed}
+            start |= {"images": None if own.images is None else dict(own.images)}
             self.description = self._process.start(start | {"arguments": dict(own.arguments)})
         return self._process.request(message, progress or (lambda _: None))
 
@@ -201,7 +212,7 @@ class VllmEngine:
             # vLLM refuses ids that the model cannot draw.
             stops = [i for i in sampling.stop_ids if i < self._vocab_size]
             message["sampling"]["stop_ids"] = stops
-            reply = self._ask(message, self._progress)
+            reply = self._ask_with_images(message, wanted)
             if self._process is not None:
                 self._check_workers(reply, version)
             reply = self._group.gather_objects(reply)[0]
@@ -220,6 +231,32 @@ class VllmEngine:
             )
             for (number, prompt), one in zip(numbered, made, strict=True)
         ]
+
+    def _ask_with_images(self, message: Message, requests: Sequence[Request]) -> Message:
+        """Asks with the features of the prompts' images, in a file of its own."""
+        if self._process is None or self._images is None or self._settings.images is None:
+            return self._ask(message, self._progress)
+        self._num_asked += 1
+        table, firsts, rows = self._images.table, dict[int, int](), list[np.ndarray]()
+        for request, own in zip(requests, message["requests"], strict=True):
+            own["images"] = []
+            for image in table.places(request.prompt):
+                if image.number not in firsts:
+                    firsts[image.number] = sum(map(len, rows))
+                    rows.append(self._images.rows(table.ids(image.number)))
+                grid, first = table.grids[image.number], firsts[image.number]
+                # What vLLM's caches know an image by: its workers forget images that it would have them know.
+                name = f"{self._num_asked}/{image.number}"
+                of_image = {"offset": image.start, "grid": list(grid), "first": first}
+                own["images"].append(of_image | {"name": name})
+            ids = np.where(request.prompt < 0, self._settings.images["token"], request.prompt)
+            own["prompt"] = ids.tolist()
+        if not rows:
+            return self._ask(message, self._progress)
+        with TemporaryDirectory(prefix="mindgrpo-features-") as folder:
+            path = Path(folder) / "features.npy"
+            np.save(path, np.concatenate(rows))
+            return self._ask(message | {"features": str(path)}, self._progress)
 
 
 def _generation(

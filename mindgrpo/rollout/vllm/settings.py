@@ -32,6 +32,7 @@ class VllmSettings:
     """`model` is a directory with config.json; `arguments` are vLLM's own, by name.
 
     An engine is lost that is not ready after `max_start_seconds`, or later sends nothing for `max_silence_seconds`.
+    `images` are the token of images and the side of the patches of a feature; None for a model that sees none.
     `memory` is what an engine takes on each of its ranks, in bytes by role, for the account.
     """
 
@@ -43,6 +44,7 @@ class VllmSettings:
     max_start_seconds: float
     max_silence_seconds: float
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    images: Mapping[str, int] | None = None
     memory: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -150,5 +152,8 @@ def vllm_settings(
         max_start_seconds=own.max_start_seconds,
         max_silence_seconds=own.max_silence_seconds,
         arguments=chosen | own.parsed_arguments,
+        images=None
+        if model.vision is None
+        else {"token": model.vision.image_token, "merge": model.vision.merge_size},
         memory=memory,
     )

@@ -18,12 +18,21 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What the process depends on; a user's value would break it.
 FIXED: dict[str, Any] = {
     "load_format": "dummy",
-    "skip_tokenizer_init": True,
     "generation_config": "vllm",
     "logprobs_mode": "raw_logprobs",
     "worker_extension_cls": "mindgrpo_engine.worker.EngineWorker",
     "disable_log_stats": True,
 }
+# Of models that see images: features come with the requests, so vLLM makes no encoder; it wants the tokenizer that
+# belongs to the model's processor, which nothing asks for a prompt.
+WITH_IMAGES: dict[str, Any] = {
+    "skip_tokenizer_init": False,
+    "enable_mm_embeds": True,
+    "limit_mm_per_prompt": {"image": 0, "video": 0},
+    "skip_mm_profiling": True,
+    "mm_processor_cache_gb": 0,
+}
+OF_TEXT: dict[str, Any] = {"skip_tokenizer_init": True}
 OF_THE_MESSAGE = ("model", "dtype", "tensor_parallel_size", "max_model_len", "seed")
 DEFAULT_BATCHED_TOKENS = 4096
 PLUGIN_GROUPS = ("vllm.platform_plugins", "vllm.general_plugins")
@@ -35,7 +44,8 @@ def llm_arguments(request: Message, device_type: str) -> dict[str, Any]:
     if request["dtype"] not in DTYPES:
         raise UserFailure(f"dtype {request['dtype']!r} is none of {', '.join(DTYPES)}")
     tensor_parallel = request["tensor_parallel"]
-    fixed = FIXED | {
+    fixed = FIXED | (WITH_IMAGES if request.get("images") else OF_TEXT)
+    fixed |= {
         "model": request["model"],
         "dtype": request["dtype"],
         "tensor_parallel_size": tensor_parallel,
@@ -77,7 +87,8 @@ def _refuse_wrong_names(arguments: dict[str, Any]) -> None:
 
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in arguments:
-        if name in FIXED or name in OF_THE_MESSAGE or name == "distributed_executor_backend":
+        is_fixed = name in FIXED or name in WITH_IMAGES or name in OF_THE_MESSAGE
+        if is_fixed or name == "distributed_executor_backend":
             raise UserFailure(f"the engine's argument {name} is set by mindgrpo: leave it out")
         if name not in known:
             near = difflib.get_close_matches(name, known)
@@ -101,11 +112,16 @@ class Engine:
         import vllm
         from vllm.platforms import current_platform
 
+        from mindgrpo_engine.images import declare_vision_operators, register_model
+
+        declare_vision_operators()
         from mindgrpo_engine.generator import REFUSALS
 
         self._platform: str = current_platform.device_type
         arguments = llm_arguments(request, self._platform)
         logging.getLogger("vllm.renderers.base").addFilter(_WithoutChatTemplates())
+        if request.get("images"):
+            register_model()
         if can_fork(request["tensor_parallel"]):
             fork_workers()
         try:
@@ -114,6 +130,7 @@ class Engine:
             raise UserFailure(f"vLLM refuses to start: {sentence(error)}") from error
         self._versions = {"version": vllm.__version__, "torch": torch.__version__}
         self._folder = request["model"]
+        self._images = request.get("images")
         self._vllm = self._llm.llm_engine
         self._sleep_mode = bool(arguments.get("enable_sleep_mode")) and self._platform != "cpu"
         self._asleep = False
@@ -190,6 +207,7 @@ class Engine:
 
     def generate(self, request: Message, progress: Any) -> Message:
         from mindgrpo_engine.generator import Generation, check_keys, logits_factor
+        from mindgrpo_engine.images import Features
 
         version, sampling = request["version"], request["sampling"]
         if self._version is None or version != self._version:
@@ -203,7 +221,8 @@ class Engine:
                 "vLLM's class of this model has no scale of its logits, without which log-probs at a "
                 f"temperature are not exact: use temperature 1 instead of {sampling['temperature']}"
             )
-        completions = Generation(self._vllm, progress).run(sampling, request["requests"])
+        features = Features.read(request, self._images)
+        completions = Generation(self._vllm, progress, features).run(sampling, request["requests"])
         return {
             "type": "completions",
             "version": version,

@@ -95,9 +95,10 @@ def sampling_params(sampling: Message, sample: Message) -> SamplingParams:
 class Generation:
     """The samples of one request while vLLM works on them."""
 
-    def __init__(self, engine: Any, progress: Progress) -> None:
+    def __init__(self, engine: Any, progress: Progress, features: Any = None) -> None:
         self._engine = engine
         self._progress = progress
+        self._features = features
         self._completions: list[RunningSample] = []
         # vLLM's own name of each sample that has not ended, by ours.
         self._running: dict[str, str] = {}
@@ -108,7 +109,7 @@ class Generation:
         try:
             for request in requests:
                 for sample in request["samples"]:
-                    self._add(request["prompt"], sampling, sample)
+                    self._add(request, sampling, sample)
             while self._running:
                 self._step()
         except BaseException:
@@ -117,11 +118,14 @@ class Generation:
             raise
         return self._completions
 
-    def _add(self, prompt: list[int], sampling: Message, sample: Message) -> None:
+    def _add(self, request: Message, sampling: Message, sample: Message) -> None:
         name = str(len(self._completions))
         try:
             params = sampling_params(sampling, sample)
-            inner = self._engine.add_request(name, {"prompt_token_ids": prompt}, params)
+            prompt = {"prompt_token_ids": request["prompt"]}
+            if request.get("images"):
+                prompt = self._features.prompt(request)
+            inner = self._engine.add_request(name, prompt, params)
         except REFUSALS as error:
             raise UserFailure(f"vLLM refuses a sample: {sentence(error)}") from error
         self._completions.append(RunningSample())

@@ -23,6 +23,14 @@ FUSED = "mlp.experts.gate_up_proj"
 INWARD = ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight")
 OUTWARD = "mlp.experts.down_proj"
 EXPERT_DIMS = 3
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 # What Mixtral's files have in place of others' names; vLLM's class of it knows no others.
 OF_MIXTRAL = {
     ".mlp.": ".block_sparse_moe.",
@@ -45,6 +53,11 @@ class Checkpoint:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         config = AutoConfig.from_pretrained(folder)
+        if hasattr(config, "vision_config"):
+            # The language model of Qwen2.5-VL, which transformers has no class for: a Qwen2 by shapes and names.
+            sizes = {name: getattr(config.get_text_config(), name) for name in SIZES}
+            tied = {"tie_word_embeddings": config.tie_word_embeddings}
+            config = AutoConfig.for_model("qwen2", **sizes, **tied)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         tensors = model.state_dict().items()

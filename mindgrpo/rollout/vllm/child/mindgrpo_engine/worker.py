@@ -85,11 +85,17 @@ def finish_reload(model: Any, model_config: Any) -> None:
     if not LAYERWISE:
         return
     finalize_layerwise_reload(model, model_config)
-    head = getattr(model, "lm_head", None)
+    language = language_model(model)
+    head = getattr(language, "lm_head", None)
     if isinstance(head, torch.nn.Module) and is_tied(model):
-        embedding = model.model.embed_tokens
+        embedding = language.model.embed_tokens
         head.weight = embedding.weight
         head.quant_method.process_weights_after_loading(head)
+
+
+def language_model(model: Any) -> Any:
+    """Returns the part of a model that sees images which reads its features; another model itself."""
+    return getattr(model, "language_model", model)
 
 
 def is_tied(model: Any) -> bool:
@@ -195,7 +201,8 @@ class EngineWorker:
     @answered
     def engine_set_scale(self, factor: float) -> bool:
         """Multiplies logits by the factor from here on; False where the model has nothing that would."""
-        processor: Any = getattr(self.model_runner.get_model(), "logits_processor", None)
+        model = language_model(self.model_runner.get_model())
+        processor: Any = getattr(model, "logits_processor", None)
         if not isinstance(getattr(processor, "scale", None), int | float):
             return factor == 1.0
         if not hasattr(self, "engine_scale"):
