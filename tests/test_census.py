@@ -7,6 +7,7 @@ Does not prove what an NPU launches, nor how long it takes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from mindgrpo.models.decoder import (
 from mindgrpo.models.decoder_config import decoder_config
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.shard import LOGITS_BYTES, Shard
+from mindgrpo.models.vision_config import vision_layout
+from mindgrpo.models.vision_tower import VisionTower
 from mindgrpo.parallel.mesh import Mesh
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.seconds import FUSED
@@ -50,6 +53,19 @@ from mindgrpo.training.stage_graphs import LossStep, PolicyLoss, StageBackward, 
 from mindgrpo.weights.checksum import _SumsOfColumns
 from mindgrpo.weights.local_weights import Weights
 
+IMAGES = {
+    "model_type": "qwen2_5_vl",
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    # A layer with windows, and one that sees the whole image.
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 4,
+        "out_hidden_size": 448,
+        "fullatt_block_indexes": [1],
+    },
+}
 TOKENS, PICKS, SLOTS, READ, PAGE, DIM = 256, 64, 4, 320, 16, 16
 SAMPLING = SamplingParams(0.8, 20, 0.8, 0.05, 1.05, 2, 64, (1, 2))
 
@@ -141,6 +157,7 @@ class Model:
         splits_tokens: bool = False,
         data: int = 1,
         context: int = 1,
+        sees_images: bool = False,
     ) -> None:
         config = decoder_config(
             {
@@ -153,6 +170,7 @@ class Model:
                 "num_key_value_heads": 4,
                 "max_position_embeddings": 4096,
                 "tie_word_embeddings": False,
+                **(IMAGES if sees_images else {}),
             },
             "here",
         )
@@ -205,7 +223,11 @@ class Model:
     def inputs(self) -> tuple[Tensor, ...]:
         """Of a stage."""
         columns = zeros(self.layout.mesh.cp, 1, self.tokens)
-        return zeros(1, TOKENS), zeros(1, TOKENS, 3), columns
+        if self.shard.config.vision is None:
+            return zeros(1, TOKENS), zeros(1, TOKENS, 3), columns
+        angles = zeros(1, TOKENS, 2 * DIM, dtype=np.float32)
+        features = zeros(1, self.tokens, self.shard.config.hidden_size, dtype=np.float32)
+        return angles, zeros(1, TOKENS, 3), columns, features
 
 
 HEAD_INPUTS = (zeros(PICKS), zeros(PICKS))
@@ -355,7 +377,24 @@ def checksum(device: Backend, layers: int) -> Any:
     return _SumsOfColumns()(*bits, zeros(TOKENS, 1), zeros(TOKENS, 1))
 
 
+def vision_tower(device: Backend, layers: int) -> Any:
+    vision = Model(device, 1, sees_images=True).shard.config.vision
+    assert vision is not None
+    vision = replace(vision, depth=2 * layers)
+    weights = Weights(vision_layout(vision, 1), 0, device, "vision", dtype=device.compute_dtype)
+    weights.pool.load()
+    patches = zeros(TOKENS, vision.patch_values, dtype=np.float32)
+    spans, angles = zeros(1, TOKENS, 3), zeros(1, TOKENS, 2 * vision.head_dim, dtype=np.float32)
+    return VisionTower(vision, weights, device.kernels)(patches, angles, spans, spans)
+
+
+def stage_backward_with_features(device: Backend, layers: int) -> Any:
+    return stage_backward(device, layers, splits_tokens=True, context=4, sees_images=True)
+
+
 GRAPHS = (
+    vision_tower,
+    stage_backward_with_features,
     checksum,
     decode,
     decode_freely,

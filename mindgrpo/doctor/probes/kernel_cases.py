@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
+from mindgrpo.algorithm.image_patches import whole_spans
 from mindgrpo.backend.dtypes import Dtype, mindspore_dtype
 from mindgrpo.backend.kernels.contract import Kernels
 from mindgrpo.backend.kernels.mindspore_ops import right_shift
@@ -189,7 +190,7 @@ class _Twice(nn.Cell):
 
 
 class AttentionOfRows(nn.Cell):
-    """Computes attention over packed rows, rope and mask made from positions and spans.
+    """Computes attention over packed rows, rope and mask made from positions and spans; from angles without `rotary`.
 
     With `is_causal` each row is one run. With `is_shared` the first of two ranks has the same tokens as this, the
     second, and `columns` say where.
@@ -199,7 +200,7 @@ class AttentionOfRows(nn.Cell):
         self,
         kernels: Kernels,
         heads: Heads,
-        rotary: np.ndarray,
+        rotary: np.ndarray | None,
         is_causal: bool = False,
         is_shared: bool = False,
     ) -> None:
@@ -269,6 +270,18 @@ def _packed(name: str, sizes: Sizes, is_causal: bool = False, **others: Any) -> 
     inputs = [*_qkv(heads, positions.size), positions, spans]
     make = partial(AttentionOfRows, heads=heads, rotary=rotary, is_causal=is_causal)
     return Case(name, "attention", make, inputs, 1, True)
+
+
+def _whole_runs(sizes: Sizes) -> Case:
+    """Makes a case of runs that see all of themselves, with angles of their own: windows of a vision encoder."""
+    heads, unit = Heads(*sizes.heads, has_bias=True), sizes.length // 48
+    lengths = [7 * unit, 9 * unit, unit]
+    runs = np.array([*lengths, sizes.length - sum(lengths)])
+    spans = np.broadcast_to(whole_spans(runs), (sizes.rows, sizes.length, 3)).copy()
+    positions = np.random.default_rng(5).integers(0, 64, (sizes.rows, sizes.length))
+    inputs = [*_qkv(heads, positions.size), _rotary(heads, 64)[positions], spans]
+    make = partial(AttentionOfRows, heads=heads, rotary=None)
+    return Case("attention in windows of images", "attention", make, inputs, 1, True)
 
 
 def _shared_rows(sizes: Sizes) -> Case:
@@ -464,6 +477,7 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         _packed("packed attention, biases", sizes, has_bias=True),
         _packed("packed attention, norms", sizes, norm_eps=1e-6),
         _packed("attention in rows of one sample", sizes, is_causal=True, has_bias=True),
+        _whole_runs(sizes),
         _shared_rows(sizes),
         *_experts(sizes),
         _adamw(sizes),
