@@ -23,7 +23,7 @@ from mindgrpo.monitor.metrics import read_metrics
 from mindgrpo.report.run_folder import read_run
 from mindgrpo.report.samples import choose_samples
 from mindgrpo.weights.model_files import SafetensorsDirectory
-from mindgrpo.weights.pretrained import open_weights
+from mindgrpo.weights.pretrained import PATCH_EMBEDDING, open_weights
 
 ROOMY = (
     "--generate_config.max_prompt_length=64",
@@ -61,6 +61,8 @@ def test_the_export_has_the_sources_names_and_its_encoder_in_every_bit(
     for name in source.names:
         is_same = np.array_equal(source.read(name), made.read(name))
         assert is_same == name.startswith("visual."), name
+    # A convolution in files, also those of a source.
+    assert made.shape(PATCH_EMBEDDING) == source.shape(PATCH_EMBEDDING) == (32, 3, 2, 14, 14)
     for name in ("preprocessor_config.json", "tokenizer.json"):
         assert (whole / "hf" / name).read_bytes() == (inputs / "model" / name).read_bytes()
 

@@ -21,7 +21,7 @@ from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.weights.expert_files import file_tensors
 from mindgrpo.weights.model_files import VISUAL, SafetensorsWriter
-from mindgrpo.weights.pretrained import generator_of
+from mindgrpo.weights.pretrained import PATCH_EMBEDDING, generator_of
 
 ROWS_A_STEP, ROW_LENGTH, ROWS_A_MICRO_BATCH = 76, 128, 32
 SCALE, WARMUP = 0.04, 50
@@ -63,9 +63,15 @@ def write_random_model(model: dict[str, Any], directory: Path, seed: int) -> Non
             drawn[...] = 0.0
         values[spec.name] = drawn
     tensors = file_tensors({name: drawn.shape for name, drawn in values.items()}, "per_expert")
-    with SafetensorsWriter(directory, {tensor.name: tensor.shape for tensor in tensors}) as writer:
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    if (vision := config.vision) is not None:
+        # A convolution in files.
+        patch = (vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        shapes[PATCH_EMBEDDING] = (vision.hidden_size, vision.channels, *patch)
+    with SafetensorsWriter(directory, shapes) as writer:
         for tensor in tensors:
-            writer.add(tensor.name, tensor.rows.made_of(lambda name, box: values[name][box.slices]))
+            rows = tensor.rows.made_of(lambda name, box: values[name][box.slices])
+            writer.add(tensor.name, rows.reshape(shapes[tensor.name]))
     (directory / "config.json").write_text(json.dumps(model, indent=2) + "\n")
 
 

@@ -55,6 +55,7 @@ MODEL = {
     "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,
+    "bos_token_id": None,
     "eos_token_id": 2,
     "pad_token_id": 0,
     "image_token_id": LEARNED + 2,
