@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -287,7 +288,9 @@ def test_rewards_by_length_are_told_the_tokens_that_the_policy_wrote() -> None:
     alone = SimpleNamespace(rank=0, world=world, health=RankHealth(0, 1, None))
     prompt = SimpleNamespace(text="", answer="", question="", columns={}, images={})
     words = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
-    rewards = SimpleNamespace(score=score, names=["f"], num_done=lambda: 0)
+    rewards = SimpleNamespace(
+        begin=lambda *samples: partial(score, *samples), names=["f"], num_done=lambda: 0
+    )
     scorer = RolloutScorer(rewards, words, alone)  # type: ignore[arg-type]
     prompts: Any = [prompt] * len(TURNS)
     scored = scorer.score(rollout(), prompts)

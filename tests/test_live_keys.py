@@ -126,7 +126,7 @@ def test_the_trace_has_the_phases_of_the_steps_asked_for(keyed: Run) -> None:
     document = json.loads((keyed.folder / "profile/trace.json").read_text())
     bars = [event for event in document["traceEvents"] if event["ph"] == "X"]
     names = [bar["name"] for bar in bars if bar["cat"] == "phase"]
-    assert names == ["reshard", "rollout", "score", "reference", "update"]
+    assert names == ["reshard", "rollout", "score", "reference", "score", "update"]
     (step,) = (bar for bar in bars if bar["cat"] == "step")
     assert step["name"] == "step 2"
     told = keyed.steps[1]["time/update"]

@@ -5,7 +5,7 @@ Engine, roles and rewards are stand-ins. Does not prove that noise differs, nor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +92,10 @@ class Task:
     def owners(self, group_ids: Sequence[int]) -> list[Any]:
         return list(group_ids)
 
+    def begin(self, rollout: Rollout, prompts: Sequence[Any]) -> Callable[[], Scored]:
+        scored = self.score(rollout, prompts)
+        return lambda: scored
+
     def score(self, rollout: Rollout, prompts: Sequence[Any]) -> Scored:
         assert list(prompts) == list(rollout.group_ids)
         values = np.array(self._rounds.pop(0), np.float32)
@@ -119,7 +123,8 @@ def collected(
     replicas = Replicas(engine, Mesh(1, 1), backend)  # type: ignore[arg-type]
     scorer: Any = task
     stepper = Stepper(run, replicas, scorer)
-    return *stepper.collect(STEP), task, engine
+    rollout, scores, resampling = stepper.collect(STEP)
+    return rollout, scores(), resampling, task, engine
 
 
 def test_only_groups_of_equal_rewards_are_replaced_until_none_is_left() -> None:

@@ -232,6 +232,14 @@ def conversation_contradictions(rl: RLConfig, rewards: RewardConfig) -> Iterator
             "reward_config.verifier_function has a function named environment, which is the name of the rewards of "
             "rl_config.environment; rename the function"
         )
+    for key, is_on in (
+        ("rl_config.environment", rl.environment is not None),
+        ("rl_config.partial_rollout", rl.partial_rollout),
+    ):
+        if rewards.score_as_ended and is_on:
+            yield (
+                f"reward_config.score_as_ended is true, but does not go together with {key}; turn one of them off"
+            )
     if not rl.turn_advantages:
         return
     if rl.environment is None:

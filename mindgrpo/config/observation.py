@@ -18,7 +18,7 @@ PROFILED_STAGES: dict[str, str] = {
     "critic_update": "update_critic",
     "actor_update": "update",
 }
-for _phase in ("reshard", "score", *PROFILED_STAGES.values(), "sync_reference"):
+for _phase in ("reshard", "images", "score", *PROFILED_STAGES.values(), "sync_reference"):
     PROFILED_STAGES[_phase] = _phase
 
 TENSORBOARD = "tensorboard"
@@ -38,6 +38,7 @@ class PhaseDeadlines(Section):
     load: _Seconds = _of_phase("loading weights")
     compile: _Seconds = _of_phase("compiling one graph, which does not count in other phases")
     reshard: _Seconds = _of_phase("transferring the weights to the generator")
+    images: _Seconds = _of_phase("encoding images")
     rollout: _Seconds = _of_phase("generating completions")
     score: _Seconds = _of_phase("the reward functions and models")
     reference: _Seconds = _of_phase("computing the reference's log-probs")

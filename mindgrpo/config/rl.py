@@ -312,6 +312,9 @@ class RewardConfig(Section):
     """weight of each function; null: 1.0 for each"""
     environment_weight: float = 1.0
     """weight of the rewards of rl_config.environment, which appear as a function named environment"""
+    score_as_ended: bool = False
+    """score groups as soon as they have ended, while others are generated: a function is called several times a step,
+    with whole groups of a replica, on the first rank of each replica, and keeps a state of its own there"""
     completions: Literal["text", "messages"] | None = None
     """what your own reward functions get as completions and prompts: texts, or lists of messages as TRL passes them;
     null: text, but in GRPOTrainer(reward_funcs=...) messages for rows whose prompt is a list of messages"""

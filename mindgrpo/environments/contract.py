@@ -146,8 +146,8 @@ class Observation:
         messages, reward, is_done = value["messages"], value["reward"], value["done"]
         for message in messages:
             content = message.get("content")
-            parts = content if isinstance(content, list) else [{"text": content}]
-            for texts in ({**message, "content": ""}, *parts):
+            own = content if isinstance(content, list) else [{"text": content}]
+            for texts in ({**message, "content": ""}, *own):
                 if not all(isinstance(text, str) for pair in texts.items() for text in pair):
                     raise TypeError(message)
             if not {"role", "content"} <= message.keys():

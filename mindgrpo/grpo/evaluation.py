@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from mindgrpo.algorithm.pass_at_k import PromptScores, summarise
@@ -149,8 +149,8 @@ class Evaluator:
         `check` is called between generating and scoring, and may raise to end the evaluation.
         """
         compilations = self.replicas.backend.compile_log.entries
-        drawn: list[tuple[Mode, Rollout, float]] = []
-        # All modes are drawn first: reward models take the device from the engine.
+        drawn: list[tuple[Callable[..., Outcome], Callable[[], Scored]]] = []
+        outcomes: list[Outcome] = []
         for mode in modes:
             num_compiled, started = len(compilations), time.perf_counter()
             rollout = self.replicas.generate(
@@ -161,11 +161,15 @@ class Evaluator:
                 version,
             )
             compiling = sum(spent for _, spent in compilations[num_compiled:])
-            drawn.append((mode, rollout, time.perf_counter() - started - compiling))
+            seconds = time.perf_counter() - started - compiling
             check()
-        outcomes = []
-        for mode, rollout, seconds in drawn:
             owners = [prompts[group] for group in rollout.group_ids]
-            scored = self.scorer.score(rollout, owners)
-            outcomes.append(Outcome(mode, owners, rollout, scored, seconds))
-        return outcomes
+            outcome = partial(Outcome, mode, owners, rollout, seconds=seconds)
+            if self.scorer.models:
+                # All modes are drawn first: reward models take the device from the engine.
+                drawn.append((outcome, partial(self.scorer.score, rollout, owners)))
+                continue
+            # The next mode is drawn while functions score this one.
+            outcomes += [outcome(scored=wait()) for outcome, wait in drawn]
+            drawn = [(outcome, self.scorer.begin(rollout, owners))]
+        return outcomes + [outcome(scored=wait()) for outcome, wait in drawn]

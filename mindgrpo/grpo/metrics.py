@@ -81,11 +81,11 @@ class Resampling:
 class StepOutcome:
     """The outcome of a step: `reports` of the updates made, `skipped` ones, and the last update's `lr`.
 
-    `seconds` are this rank's times by phase, with the whole step's under "step"; `stats` cover this rank's rollouts of
-    the step. None if the feature is off: `resampling` (dynamic sampling), `correction` (importance sampling
-    correction), `partial` (partial rollouts), `critic` (its updates), `greedy` (float [groups], rewards of greedy
-    completions for remax) and `solved` (number of prompts no longer drawn). `late_compiles` counts graphs compiled
-    after the session's first step.
+    `seconds` are this rank's times by phase, with the whole step's under "step", and `score_hidden` what reward
+    functions took beside other phases; `stats` cover this rank's rollouts of the step. None if the feature is off:
+    `resampling` (dynamic sampling), `correction` (importance sampling correction), `partial` (partial rollouts),
+    `critic` (its updates), `greedy` (float [groups], rewards of greedy completions for remax) and `solved` (number of
+    prompts no longer drawn). `late_compiles` counts graphs compiled after the session's first step.
     """
 
     batch: TrainBatch
@@ -95,6 +95,7 @@ class StepOutcome:
     seconds: dict[str, float]
     stats: RolloutStats
     skipped: list[SkippedUpdate]
+    score_hidden: float = 0.0
     resampling: Resampling | None = None
     correction: RolloutCorrection | None = None
     partial: PartialMetrics | None = None
@@ -347,6 +348,7 @@ def resources(outcome: StepOutcome, roles: TrainedRoles) -> dict[str, Any]:
     peaks, planned = roles.residency.peaks(), roles.residency.planned_peaks()
     return {
         **{f"time/{name}": spent for name, spent in outcome.seconds.items()},
+        "time/score_hidden": outcome.score_hidden,
         **{f"memory/device_peak/{phase}": peak for phase, peak in peaks.items()},
         **{f"memory/device_peak_planned/{phase}": size for phase, size in planned.items()},
         "memory/rss": sum(rank[0] for rank in ranks),

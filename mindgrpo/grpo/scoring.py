@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from mindgrpo.algorithm.sample import Messages, Rollout
+from mindgrpo.algorithm.sample import Messages, Rollout, Sample
 from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_one_rank
 from mindgrpo.data.prompts import Prompt, columns_of
 from mindgrpo.data.tokenizer import Tokenizer
+from mindgrpo.errors import UserError
+from mindgrpo.grpo.ended_groups import EndedGroups, ScoredPart
 from mindgrpo.grpo.reward_model import RewardModel
-from mindgrpo.rewards.call import COMPLETIONS, Columns
+from mindgrpo.rewards.call import COMPLETIONS, Columns, RewardResult
 from mindgrpo.rewards.classifier_texts import Completed
 from mindgrpo.rewards.messages import completion_messages
 from mindgrpo.rewards.score import Scorer
-from mindgrpo.rewards.scores import Scores
+from mindgrpo.rewards.scores import Scores, joined
 from mindgrpo.rollout.environment import NAME, rewards_in, turn_rewards, turns_of
+
+T = TypeVar("T")
 
 
 def number(value: float) -> float | None:
@@ -149,7 +153,8 @@ class RolloutScorer:
     """Scores rollouts; `rewards` and their worker processes exist on rank 0 only, None on other ranks.
 
     `environment_weight` is the weight of environments' rewards, None without environments; `form` is the format of
-    completions for users' functions. `enter` brings the role of one of the reward `models` to the device.
+    completions for users' functions. `enter` brings the role of one of the reward `models` to the device. If groups are
+    scored as they end, the first rank of each replica has `rewards`.
     """
 
     rewards: Scorer | None
@@ -166,25 +171,119 @@ class RolloutScorer:
         A sample whose reward failed gets the mean total of the others in its group, or else of all others. Raises
         UserError or RuntimeError if scoring fails as a whole on rank 0.
         """
+        return self.begin(rollout, prompts)()
+
+    def ended_groups(self, prompts: Sequence[Prompt], size: int, first: int) -> EndedGroups | None:
+        """Returns what scores groups of a rollout as they end, with a prompt each; None on ranks that score nothing.
+
+        The rollout's samples are numbered from `first`, `size` a group.
+        """
+        if self.rewards is None:
+            return None
+
+        def score(samples: Sequence[Sample]) -> ScoredPart:
+            groups = [(sample.number - first) // size for sample in samples]
+            owners, rollout = (
+                [prompts[group] for group in groups],
+                Rollout(tuple(samples), tuple(groups)),
+            )
+            texts, waits = self._begin_here(rollout, owners, {})
+            return ScoredPart([sample.number for sample in samples], texts, waits())
+
+        return EndedGroups(score, size, first)
+
+    def wait_for_ended(
+        self, rollout: Rollout, prompts: Sequence[Prompt], ended: EndedGroups | None
+    ) -> Scored:
+        """Waits for the scores of groups that ranks scored as they ended. Collective, as `score`."""
+        failure: Exception | None = None
+        own: list[ScoredPart] = []
+        try:
+            own = [] if ended is None else ended.finish()
+        except UserError as error:
+            failure = error
+        except Exception as error:
+            where = f"the rewards could not be computed on rank {self.backend.rank}"
+            failure = RuntimeError(f"{where}: {type(error).__name__}: {error}")
+        by_rank = self.backend.world.gather_objects((own, failure))
+        for _, refusal in by_rank:
+            if refusal is not None:
+                raise refusal
+        index = {sample.number: i for i, sample in enumerate(rollout.samples)}
+        texts = [""] * len(rollout) if self.backend.rank == 0 else []
+        placed = []
+        for part in (part for scored, _ in by_rank for part in scored):
+            indices = [index[number] for number in part.numbers]
+            placed.append((indices, part.scores))
+            for i, text in zip(indices if texts else [], part.texts, strict=False):
+                texts[i] = text
+        models = self._results_of_models(rollout, prompts, texts, {})
+        return self._scored(rollout, joined(placed, len(rollout)), models, texts, {})
+
+    def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Callable[[], Scored]:
+        """Starts the reward functions, and returns what waits for them and applies the models: collective, as `score`.
+
+        Nothing else may be scored in between. What fails here is raised by what it returns.
+        """
         texts: list[str] = []
         opened_with: dict[int, str] = {}
-
-        def score_here() -> Scores:
+        failure: Exception | None = None
+        waits: Callable[[], Scores] | None = None
+        if self.backend.rank == 0:
             # Only rank 0 needs the texts.
-            opened_with.update(self._opened_with(rollout, prompts))
-            decoded, scores = self._score_here(rollout, prompts, opened_with)
-            texts.extend(decoded)
-            return scores
+            try:
+                opened_with = self._opened_with(rollout, prompts)
+                texts, waits = self._begin_here(rollout, prompts, opened_with)
+            except Exception as error:
+                failure = error
 
-        shared = on_one_rank(
+        def check() -> None:
+            if failure is not None:
+                raise failure
+
+        def here() -> Scores:
+            check()
+            assert waits is not None and self.rewards is not None
+            total, num_done = len(texts) * len(self.rewards.names), self.rewards.num_done
+            with self.backend.health.counting("rewards", total, num_done):
+                return waits()
+
+        def wait() -> Scored:
+            if self.models:
+                self._on_first_rank(check)
+            models = self._results_of_models(rollout, prompts, texts, opened_with)
+            return self._scored(rollout, self._on_first_rank(here), models, texts, opened_with)
+
+        return wait
+
+    def _results_of_models(
+        self,
+        rollout: Rollout,
+        prompts: Sequence[Prompt],
+        texts: Sequence[str],
+        opened_with: Mapping[int, str],
+    ) -> list[RewardResult]:
+        completed = partial(self._completed, rollout, prompts, opened_with, texts)
+        return [model.score(self.backend, self.enter, completed) for model in self.models]
+
+    def _on_first_rank(self, work: Callable[[], T]) -> T:
+        return on_one_rank(
             self.backend.world.gather_objects,
             self.backend.rank == 0,
-            score_here,
+            work,
             "the rewards could not be computed on rank 0: ",
         )
-        completed = partial(self._completed, rollout, prompts, opened_with, texts)
-        for model in self.models:
-            result = model.score(self.backend, self.enter, completed)
+
+    def _scored(
+        self,
+        rollout: Rollout,
+        shared: Scores,
+        models: Sequence[RewardResult],
+        texts: list[str],
+        opened_with: Mapping[int, str],
+    ) -> Scored:
+        """Adds the rewards of models and environments, and fills in for samples whose reward failed."""
+        for model, result in zip(self.models, models, strict=True):
             shared = shared.with_function(model.name, result, model.weight)
         weight = self.environment_weight
         if weight is None:
@@ -227,9 +326,10 @@ class RolloutScorer:
                 opened_with[i] = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
         return opened_with
 
-    def _score_here(
+    def _begin_here(
         self, rollout: Rollout, prompts: Sequence[Prompt], opened_with: Mapping[int, str]
-    ) -> tuple[list[str], Scores]:
+    ) -> tuple[list[str], Callable[[], Scores]]:
+        """Returns the completions' texts, and what waits for their scores."""
         assert self.rewards is not None
         ids = [tokens.tolist() for tokens in rollout.completion_ids]
         # Of a conversation, the last turn: the answers of tools are not the policy's.
@@ -244,9 +344,7 @@ class RolloutScorer:
             self.form, prompts, begun, texts, rollout.messages, rollout.openings
         )
         answers = [prompt.answer for prompt in prompts]
-        total = len(texts) * len(self.rewards.names)
-        with self.backend.health.counting("rewards", total, self.rewards.num_done):
-            return texts, self.rewards.score(texts, answers, columns, messages)
+        return texts, self.rewards.begin(texts, answers, columns, messages)
 
     def close(self) -> None:
         if self.rewards is not None:

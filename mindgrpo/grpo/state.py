@@ -24,7 +24,8 @@ RolesT_co = TypeVar("RolesT_co", bound=TrainedRoles, covariant=True)
 class Run(Generic[RolesT_co]):
     """The components that the steps of a run use; equal on all ranks except for each rank's part of the roles.
 
-    Each phase of a step runs inside `phases(name)`.
+    Each phase of a step runs inside `phases(name)`; `beside(name, seconds)` records work that ran beside phases until
+    now.
     """
 
     config: Config
@@ -34,6 +35,7 @@ class Run(Generic[RolesT_co]):
     prompts: PromptSource
     num_steps: int
     phases: Phases = nullcontext
+    beside: Callable[[str, float], None] = lambda name, seconds: None
 
     def learning_rate(self, update: int) -> float:
         """Returns the learning rate of an update, counted from 0 over the run."""

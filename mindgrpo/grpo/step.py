@@ -5,6 +5,7 @@ The trainer's loop and the benchmarks run this same code.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from mindgrpo.algorithm.train_batch import compute_advantages
 from mindgrpo.backend.rank_consistency import agree, digest
 from mindgrpo.data.prompts import Prompt
 from mindgrpo.grpo.build import evaluation_modes
+from mindgrpo.grpo.ended_groups import EndedGroups
 from mindgrpo.grpo.evaluation import Evaluation, Evaluator
 from mindgrpo.grpo.metrics import (
     CriticUpdates,
@@ -50,6 +52,8 @@ from mindgrpo.rollout.turns import turn_metrics
 from mindgrpo.training.update import UpdateReport
 from mindgrpo.weights.local_weights import Weights
 
+# Waits for the scores of a rollout; collective.
+Scoring = Callable[[], Scored]
 DIFFERENT_DRAWS = "every rank has to draw from the same numbers: give all ranks one configuration, data set and code"
 
 
@@ -70,6 +74,7 @@ class Stepper:
         self._phases = run.phases
         self._baselines: Mapping[str, float] = {}
         self._seconds: dict[str, float] = {}
+        self._score_hidden = 0.0
         # Graphs that were compiled after this session's first step; None before its end.
         self._late_compiles: int | None = None
 
@@ -80,18 +85,23 @@ class Stepper:
         """
         step, rl = state.step, self.config.rl_config
         self._seconds, self.replicas.stats = {}, RolloutStats()
+        self._score_hidden = 0.0
         self._prompts.position, self._prompts.solved = state.position, set(state.solved)
         self._baselines = state.baselines
         if self.partial is not None:
             self.partial.unfinished = state.unfinished
         started, compiles = time.perf_counter(), len(self.backend.compile_log.entries)
         self.roles.weight_check.begin_step(step)
-        rollout, scored, resampling = self.collect(step)
-        greedy = self.greedy_rewards(step, rollout)
+        rollout, scores, resampling = self.collect(step)
+        greedy = None
+        if rl.estimator.needs_greedy:
+            scores = _ready(scores())
+            greedy = self.greedy_rewards(step, rollout)
         packed = PackedRollout(rollout, self.roles.image_table)
         reference_logps = self._reference_logps(packed)
         old_logps, experts = self._old_logps(rollout, packed)
         values = self._values(packed)
+        scored = scores()
         batch, correction, bad = self._train_batch(
             step, rollout, scored, greedy, old_logps, reference_logps, values
         )
@@ -108,6 +118,7 @@ class Stepper:
             reports=reports,
             lr=lr,
             seconds=self._seconds,
+            score_hidden=self._score_hidden,
             stats=self.replicas.stats,
             skipped=skipped,
             resampling=resampling,
@@ -164,18 +175,22 @@ class Stepper:
             yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def collect(self, step: int) -> tuple[Rollout, Scored, Resampling | None]:
-        """Generates the step's samples and scores them.
+    def collect(self, step: int) -> tuple[Rollout, Scoring, Resampling | None]:
+        """Generates the step's samples, and starts to score them.
 
         With dynamic sampling (DAPO, arXiv:2503.14476, section 3.2, equation 11), groups whose rewards are all equal
-        (advantage 0) are replaced with groups of new prompts; those still equal after the last round are kept.
+        (advantage 0) are replaced with groups of new prompts; those still equal after the last round are kept. Scores
+        are waited for at once then.
         """
         rl = self.config.rl_config
         if self.partial is not None:
             rollout = self._partial_rollout(step, self.partial)
-            return rollout, self._score(rollout), None
-        rollout = self._rollout(step, self._prompts.begin_step(step))
-        scored = self._score(rollout)
+            return rollout, self._begin_score(rollout), None
+        rollout, ended = self._rollout(step, self._prompts.begin_step(step))
+        scores = self._begin_score(rollout, ended)
+        if not rl.resampling_rounds:
+            return rollout, scores, None
+        scored = scores()
         totals, replaced = [scored.scores.known_totals], 0
         for number in range(1, rl.resampling_rounds + 1):
             is_equal = zero_std_groups(scored.scores.total, rl.num_generations)
@@ -184,27 +199,20 @@ class Stepper:
                 break
             # Sample numbers continue behind those of earlier rounds, so that no noise is used twice.
             first = number * len(rollout)
-            fresh = self._rollout(step, self._prompts.replace(groups), first, groups)
-            fresh_scored = self._score(fresh)
+            fresh, ended = self._rollout(step, self._prompts.replace(groups), first, groups)
+            fresh_scored = self._begin_score(fresh, ended)()
             scored = scored.with_replaced(rollout.samples_of(groups), fresh_scored)
             rollout = rollout.with_groups_of(fresh)
             totals.append(fresh_scored.scores.known_totals)
             replaced += len(groups)
-        if not rl.resampling_rounds:
-            return rollout, scored, None
         mean = mean_of(np.concatenate(totals))
-        return rollout, scored, Resampling(len(totals) - 1, replaced, mean)
+        return rollout, _ready(scored), Resampling(len(totals) - 1, replaced, mean)
 
-    def greedy_rewards(self, step: int, rollout: Rollout) -> np.ndarray | None:
-        """Returns the reward of each prompt's greedy completion, float [groups], nan where scoring failed.
-
-        None unless the estimator needs them (remax).
-        """
-        if not self.config.rl_config.estimator.needs_greedy:
-            return None
+    def greedy_rewards(self, step: int, rollout: Rollout) -> np.ndarray:
+        """Returns the reward of each prompt's greedy completion (remax), float [groups], nan where scoring failed."""
         groups = rollout.group_ids[:: self.config.rl_config.num_generations]
         prompts = self._prompts.owners(groups)
-        likeliest = self._rollout(step, prompts, greedy=True)
+        likeliest, _ = self._rollout(step, prompts, greedy=True)
         with self._phase("score"):
             scores = self.scorer.score(likeliest, prompts).scores
             return np.where(scores.failed, np.float32(np.nan), scores.total)
@@ -216,17 +224,25 @@ class Stepper:
         first: int = 0,
         groups: Sequence[int] | None = None,
         greedy: bool = False,
-    ) -> Rollout:
+    ) -> tuple[Rollout, EndedGroups | None]:
+        """Returns samples of the prompts, and what has scored those of this replica as they ended, if it does."""
+        count, sampling = self.config.rl_config.num_generations, self._sampling
+        ended = None
+        if self.config.reward_config.score_as_ended and not greedy:
+            ended = self.scorer.ended_groups(prompts, count, first)
+        if greedy:
+            count, sampling = 1, replace(sampling, temperature=0.0)
+
         def generate(key: SeedKey, version: int) -> Rollout:
-            count, sampling = self.config.rl_config.num_generations, self._sampling
-            if greedy:
-                count, sampling = 1, replace(sampling, temperature=0.0)
-            return self.replicas.generate(prompts, count, sampling, key, version, first, groups)
+            add = None if ended is None else ended.add
+            return self.replicas.generate(
+                prompts, count, sampling, key, version, first, groups, add
+            )
 
         self._encode_images(self._shown_ids(prompts), keeps=first > 0 or greedy)
         ids = [prompt.ids for prompt in prompts]
         drawn = {"prompts": digest(ids), "numbers of samples": digest(first)}
-        return self._draw(step, drawn, generate)
+        return self._draw(step, drawn, generate), ended
 
     def _partial_rollout(self, step: int, partial: PartialRollouts) -> Rollout:
         def generate(key: SeedKey, version: int) -> Rollout:
@@ -264,20 +280,45 @@ class Stepper:
             agree(self.backend, alike, f"before the rollout of step {step + 1}", DIFFERENT_DRAWS)
             return generate(SeedKey(seed, ROLLOUT, step), version)
 
-    def _score(self, rollout: Rollout) -> Scored:
-        rl = self.config.rl_config
+    def _begin_score(self, rollout: Rollout, ended: EndedGroups | None = None) -> Scoring:
+        prompts = self._prompts.owners(rollout.group_ids)
+        as_ended = self.config.reward_config.score_as_ended
         with self._phase("score"):
-            scored = self.scorer.score(rollout, self._prompts.owners(rollout.group_ids))
-        if rl.no_positive_resampling is not None:
-            # A sample whose reward failed has the mean of others as its total, which does not count as passed.
-            passed = (scored.scores.total >= rl.eval_pass_threshold) & ~scored.scores.failed
-            rates = passed.reshape(-1, rl.num_generations).mean(1)
-            of_groups = rollout.group_ids[:: rl.num_generations]
-            are_solved = (rates >= rl.no_positive_resampling).tolist()
-            self._prompts.solve(
-                [g for g, is_solved in zip(of_groups, are_solved, strict=True) if is_solved]
-            )
-        return scored
+            wait: Scoring
+            if as_ended:
+                wait = functools.partial(self.scorer.wait_for_ended, rollout, prompts, ended)
+            else:
+                wait = self.scorer.begin(rollout, prompts)
+        begun = time.perf_counter()
+
+        def scores() -> Scored:
+            started = time.perf_counter()
+            self._run.beside("score", started - begun)
+            with self._phase("score"):
+                scored = wait()
+            reports, waited = scored.scores.reports.values(), time.perf_counter() - started
+            longest = max((report.seconds for report in reports), default=0.0)
+            # Functions have worked since `begun`, or whenever groups had ended.
+            hidden = longest - waited if as_ended else min(started - begun, longest)
+            self._score_hidden += max(0.0, hidden)
+            self._solve(rollout, scored.scores)
+            return scored
+
+        return scores
+
+    def _solve(self, rollout: Rollout, scores: Scores) -> None:
+        """Notes prompts that the policy has solved (rl_config.no_positive_resampling)."""
+        rl = self.config.rl_config
+        if rl.no_positive_resampling is None:
+            return
+        # A sample whose reward failed has the mean of others as its total, which does not count as passed.
+        passed = (scores.total >= rl.eval_pass_threshold) & ~scores.failed
+        rates = passed.reshape(-1, rl.num_generations).mean(1)
+        of_groups = rollout.group_ids[:: rl.num_generations]
+        are_solved = (rates >= rl.no_positive_resampling).tolist()
+        self._prompts.solve(
+            [g for g, is_solved in zip(of_groups, are_solved, strict=True) if is_solved]
+        )
 
     def _reference_logps(self, packed: PackedRollout) -> Arrays | None:
         reference = self.roles.reference
@@ -449,6 +490,10 @@ class Stepper:
         if ref.sync_ref_model and (step + 1) % ref.ref_model_sync_steps == 0:
             with self._phase("sync_reference"):
                 self.roles.sync_reference()
+
+
+def _ready(scored: Scored) -> Scoring:
+    return lambda: scored
 
 
 def make_stepper(

@@ -96,16 +96,30 @@ class Scorer:
 
         `as_messages` are as in `Samples`. Never raises for what a function does.
         """
+        return self.begin(completions, answers, columns, as_messages)()
+
+    def begin(
+        self,
+        completions: Sequence[str],
+        answers: Sequence[str],
+        columns: Columns,
+        as_messages: Columns | None = None,
+    ) -> Callable[[], Scores]:
+        """Like `score`, but returns what waits for the scores; it has to be called before the next samples begin."""
         samples = Samples(list(completions), list(answers), columns, self.facts, as_messages or {})
         for executors in self._executors.values():
             shares = np.array_split(np.arange(len(samples)), len(executors))
             for executor, share in zip(executors, shares, strict=True):
                 executor.start(samples, share.tolist())
-        results = {name: RewardResult() for name in self.names}
-        for name, executors in self._executors.items():
-            for executor in executors:
-                results[name].add(executor.result())
-        return added_up(results, self.weights, len(samples))
+
+        def wait() -> Scores:
+            results = {name: RewardResult() for name in self.names}
+            for name, executors in self._executors.items():
+                for executor in executors:
+                    results[name].add(executor.result())
+            return added_up(results, self.weights, len(samples))
+
+        return wait
 
     def num_done(self) -> int:
         """Counts the step's rewards that are there by now, one per function and sample."""

@@ -159,6 +159,28 @@ class Scores:
         return Scores(per_function, total, failed, reports, self.weights)
 
 
+def joined(placed: Sequence[tuple[Sequence[int], Scores]], num_samples: int) -> Scores:
+    """Joins the scores of some samples each, by the samples' indices, of functions with the same names."""
+    total, failed = np.zeros(num_samples, np.float32), np.zeros(num_samples, bool)
+    per_function: dict[str, np.ndarray] = {}
+    reports: dict[str, Report] = {}
+    weights: dict[str, float] = {}
+    for indices, scores in placed:
+        own = list(indices)
+        total[own], failed[own], weights = scores.total, scores.failed, scores.weights
+        for name, values in scores.per_function.items():
+            per_function.setdefault(name, np.full(num_samples, math.nan))[own] = values
+        for name, report in scores.reports.items():
+            own_report = replace(report, failed=frozenset(own[i] for i in report.failed))
+            before = reports.get(name)
+            reports[name] = (
+                own_report
+                if before is None
+                else replace(before.plus(own_report), failed=before.failed | own_report.failed)
+            )
+    return Scores(per_function, total, failed, reports, weights)
+
+
 def first_cause(together: CallFailure | None, failures: Iterable[CallFailure]) -> str:
     """Says why the call with all samples failed, unless that is said of a sample."""
     if together is None or together.message in {failure.message for failure in failures}:

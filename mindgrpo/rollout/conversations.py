@@ -121,11 +121,12 @@ class Conversations:
         generate: Generate,
         asks: bool = True,
         openings: Asked | None = None,
+        ended: Callable[[list[Sample]], None] | None = None,
     ) -> list[Sample]:
         """Returns the samples in the order of the requests; the ranks of a replica alike.
 
         `max_tokens` limits the tokens of a conversation, context included. `openings` are what is asked to open each
-        sample, where the responder does that.
+        sample, where the responder does that. `ended` is called with the conversations that have ended after a turn.
         """
         samples = {
             i: Sample.begun(request.prompt, i) for request in requests for i in request.samples
@@ -146,6 +147,8 @@ class Conversations:
                     samples[i] = _ended(refused, not_opened[i], self._message(refused))
                 after, goes_on = self.next_turns(drawn, max_tokens, asks)
                 samples |= after
+                if ended is not None:
+                    ended([own for own in after.values() if own.finish_reason is not None])
                 # On all ranks alike, or one would wait for another.
                 if not goes_on:
                     break

@@ -73,6 +73,9 @@ class Capabilities:
 class RolloutEngine(Protocol):
     """One rank's handle on an engine; all ranks of a generating replica make the same calls together."""
 
+    # Called within `generate` with samples that have ended, each at most once.
+    on_ended: Callable[[list[Sample]], None] | None
+
     @property
     def capabilities(self) -> Capabilities: ...
 

@@ -44,11 +44,13 @@ class Replicas:
         version: int,
         first: int = 0,
         groups: Sequence[int] | None = None,
+        ended: Callable[[list[Sample]], None] | None = None,
     ) -> Rollout:
         """Draws completions of `prompts` by weights of `version`; all ranks together.
 
-        Samples are numbered from `first`, which chooses their noise; `groups` number the prompts (None: from 0). Raises
-        RanksDisagree where ranks of one replica drew different tokens.
+        Samples are numbered from `first`, which chooses their noise; `groups` number the prompts (None: from 0).
+        `ended` is called with samples of this replica as they end. Raises RanksDisagree where ranks of one replica drew
+        different tokens.
         """
         requests = []
         for i, prompt in enumerate(prompts):
@@ -65,7 +67,11 @@ class Replicas:
         def draw(share: Sequence[Request]) -> list[Sample]:
             conversations = self.conversations
             if conversations is None:
-                return self._draw(share, sampling, key, version)
+                self.engine.on_ended = ended
+                try:
+                    return self._draw(share, sampling, key, version)
+                finally:
+                    self.engine.on_ended = None
             openings = None
             if conversations.form is not None:
                 openings = {i: opening(i) for request in share for i in request.samples}
@@ -77,6 +83,7 @@ class Replicas:
                 ),
                 self._is_first,
                 openings,
+                ended,
             )
 
         samples = self._shared_out(requests, key, draw)

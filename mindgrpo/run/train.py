@@ -86,6 +86,10 @@ class TrainingLoop:
             inputs = prepare_supervised(config, backend.world_size, ranks)
         else:
             own, scores = self._rewards, backend.rank == 0
+            if config.reward_config.score_as_ended:
+                # The first rank of each generating replica.
+                parallel = config.generate_config.parallel_config
+                scores = backend.rank % parallel.replica_ranks == 0
             inputs = prepare(
                 config, backend.world_size, own.functions, own.weights, ranks, scores, own.form
             )
@@ -115,6 +119,7 @@ class TrainingLoop:
                 prompts=PromptSource(inputs.prompts, rl.seed, plan.batch.prompts_per_step),
                 num_steps=num_steps,
                 phases=watch.step_phase,
+                beside=watch.beside,
             )
             unsaved = unsaved_digests(config, roles) if rl.saves_checkpoints else None
             # The first rank alone has the rewards.

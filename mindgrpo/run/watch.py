@@ -114,6 +114,10 @@ class Watch:
         with self._backend.health.phase(name), self._profile.phase(name):
             yield
 
+    def beside(self, name: str, seconds: float) -> None:
+        """Records work of so many seconds beside phases, which ends now, in the trace."""
+        self._profile.bar(f"{name}, beside other phases", seconds)
+
     @contextmanager
     def step_phase(self, name: str) -> Iterator[None]:
         """Enters a phase of a step. Raises Stop before the phase if the run has to end."""
@@ -184,6 +188,11 @@ class Profile:
                 self._trace.bar(f"compile {name}", "compile", seconds)
 
         self._backend.compile_log.listener = compiling
+
+    def bar(self, name: str, seconds: float) -> None:
+        """Records a bar that ends now."""
+        if self._active and self._trace is not None:
+            self._trace.bar(name, "beside", seconds)
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:

@@ -170,6 +170,10 @@ class RandomTask:
     def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
         return []
 
+    def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Callable[[], Scored]:
+        scored = self.score(rollout, prompts)
+        return lambda: scored
+
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
         rewards = random_rewards(self._step, self._work.samples)
         return Scored(Scores({"random": rewards}, rewards, rewards != rewards), [])

@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +94,10 @@ class Task:
 
     def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
         return []
+
+    def begin(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Callable[[], Scored]:
+        scored = self.score(rollout, prompts)
+        return lambda: scored
 
     def score(self, rollout: Rollout, prompts: Sequence[Prompt]) -> Scored:
         self._step += 1

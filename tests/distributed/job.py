@@ -211,7 +211,8 @@ class Run:
         return self.policy.version
 
     def step(self, number: int) -> dict[str, Any]:
-        rollout, scored, resampling = self.stepper.collect(number)
+        rollout, scores, resampling = self.stepper.collect(number)
+        scored = scores()
         if resampling is not None:
             self.replaced.append(resampling.groups)
         packed = PackedRollout(rollout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +65,10 @@ class Task:
 
     def owners(self, group_ids: Sequence[int]) -> list[Prompt]:
         return self.at(group_ids)
+
+    def begin(self, rollout: Rollout, owners: Sequence[Prompt]) -> Callable[[], Scored]:
+        scored = self.score(rollout, owners)
+        return lambda: scored
 
     def score(self, rollout: Rollout, owners: Sequence[Prompt]) -> Scored:
         earned = self._reward(rollout)

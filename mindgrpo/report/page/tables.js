@@ -7,7 +7,7 @@ function bar(share) {
 
 function phaseTable(run) {
   const columns = Object.keys(run.figures.columns);
-  const phases = columns.filter((key) => key.startsWith("time/")).map((key) => key.slice(5)).filter((name) => name !== "step");
+  const phases = columns.filter((key) => key.startsWith("time/")).map((key) => key.slice(5)).filter((name) => name !== "step" && name !== "score_hidden");
   const peaks = columns.filter((key) => key.startsWith("memory/device_peak/")).map((key) => key.slice(19));
   const names = [...new Set([...phases, ...peaks])];
   if (!names.length) return element("p", { class: "quiet" }, word("no_phases"));

@@ -56,6 +56,7 @@ class EmbeddedEngine:
         )
         self.version: int | None = None
         self.stats = RolloutStats()
+        self.on_ended: Callable[[list[Sample]], None] | None = None
         if sampling.max_tokens > cache_config.max_tokens:
             raise ValueError(
                 f"completions of {sampling.max_tokens} tokens in a cache for {cache_config.max_tokens}"
@@ -111,24 +112,33 @@ class EmbeddedEngine:
             self.stats = RolloutStats()
             return []
         batch = self._batch(wanted, sampling, key)
-        with self._backend.computing():
-            self.stats = self._decoder.run(batch, sampling)
-        self._check_version(version)
         numbered = [(number, r.prompt) for r in wanted for number in r.samples]
-        return [
-            Sample.drawn(
-                number,
-                prompt,
+
+        def sample(i: int) -> Sample:
+            length = int(batch.lengths[i])
+            return Sample.drawn(
+                *numbered[i],
                 batch.tokens[i, :length].copy(),
                 STOPPED if batch.stopped[i] else LENGTH,
                 version,
                 logps=batch.logps[i, :length].copy(),
                 **{name: values[i] for name, values in batch.arrays.items()},
             )
-            for i, ((number, prompt), length) in enumerate(
-                zip(numbered, batch.lengths.tolist(), strict=True)
-            )
-        ]
+
+        is_known = np.zeros(len(numbered), bool)
+
+        def report() -> None:
+            if self.on_ended is not None:
+                has_ended = (batch.stopped > 0) | (batch.lengths == batch.limits)
+                fresh = np.flatnonzero(has_ended & ~is_known).tolist()
+                is_known[fresh] = True
+                self.on_ended([sample(i) for i in fresh])
+
+        self._decoder.report = report
+        with self._backend.computing():
+            self.stats = self._decoder.run(batch, sampling)
+        self._check_version(version)
+        return [sample(i) for i in range(len(numbered))]
 
     def _check_version(self, version: int) -> None:
         if self.version != version:

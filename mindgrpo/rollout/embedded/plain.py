@@ -13,6 +13,7 @@ slot reads; other letters as in models/decoder.py.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -210,6 +211,8 @@ class PlainDecoder:
         if images is not None:
             self._angles = PositionAngles(shard.config, cache_config.max_prompt)
         self._progress = partial(backend.health.progress, "samples")
+        # Called between decode steps.
+        self.report: Callable[[], None] = lambda: None
         self._length = cache_config.longest
         self._prompts_at_once = cache_config.prompts_at_once
         self._kv_heads = (heads := shard.cached_heads()).kv
@@ -270,6 +273,7 @@ class PlainDecoder:
             steps += 1
             left = sum(map(len, waiting)) + int((self._sample != IDLE).sum())
             self._progress(len(batch.limits) - left, len(batch.limits))
+            self.report()
         self._routes.give(batch)
         rows = steps * slots
         return RolloutStats(int(batch.lengths.sum()), rows, rows, prompt_tokens)

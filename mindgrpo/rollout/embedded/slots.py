@@ -9,7 +9,7 @@ is done.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -151,6 +151,8 @@ class SlotDecoder:
         self._shard, self._sizes = shard, sizes
         self._model_shape, self._sampling = model_shape, sampling
         self._progress = partial(backend.health.progress, "samples")
+        # Called between decode steps.
+        self.report: Callable[[], None] = lambda: None
         # By number of its prompt in the batch, the experts of all tokens of it but the last one.
         self._prompt_routes: dict[int, np.ndarray] = {}
         # By number, the samples that may continue from their keys, in slots of `_kept_slot_size`.
@@ -235,6 +237,7 @@ class SlotDecoder:
         """Decodes, and returns the samples that are left, but for those that wait for their prompts."""
         left = self._slots.decode(DECODE_STEPS)
         self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
+        self.report()
         return left
 
     def _stats(self, batch: GenerationBatch, slots: int, prompt_tokens: int) -> RolloutStats:

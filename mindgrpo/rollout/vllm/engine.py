@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -104,6 +105,7 @@ class VllmEngine:
         self.description: Message = {}
         self._settings, self._backend, self._images = settings, backend, images
         self._num_asked = 0
+        self.on_ended: Callable[[list[Sample]], None] | None = None
         self._degree = layout.mesh.tp
         self._vocab_size = layout.by_name["model.embed_tokens.weight"].shape[0]
         self._layout = layout.whole_on(layout.mesh.first_ranks)
@@ -133,8 +135,13 @@ class VllmEngine:
             self.description = self._process.start(start | {"arguments": dict(own.arguments)})
         return self._process.request(message, progress or (lambda _: None))
 
-    def _progress(self, message: Message) -> None:
+    def _progress(
+        self, numbered: Sequence[tuple[int, np.ndarray]], version: int, message: Message
+    ) -> None:
         self._backend.health.progress("samples", message["finished"], message["of"])
+        if self.on_ended is not None:
+            ended = [(numbered[int(i)], one) for i, one in message["ended"]]
+            self.on_ended([_sample(*own, one, version) for own, one in ended])
 
     @property
     def capabilities(self) -> Capabilities:
@@ -206,36 +213,30 @@ class VllmEngine:
         if self.version != version:
             raise StaleWeights(f"vLLM has weights {self.version}, the policy {version}")
         wanted = [request for request in requests if request.samples]
+        numbered = [(number, r.prompt) for r in wanted for number in r.samples]
         reply: Message = {"completions": [], "prompt_tokens": 0}
         if wanted:
             message = _generation(wanted, sampling, key, version)
             # vLLM refuses ids that the model cannot draw.
             stops = [i for i in sampling.stop_ids if i < self._vocab_size]
             message["sampling"]["stop_ids"] = stops
-            reply = self._ask_with_images(message, wanted)
+            message["reports_ended"] = self.on_ended is not None
+            progress = partial(self._progress, numbered, version)
+            reply = self._ask_with_images(message, wanted, progress)
             if self._process is not None:
                 self._check_workers(reply, version)
             reply = self._group.gather_objects(reply)[0]
         made = reply["completions"]
         tokens = sum(len(one["tokens"]) for one in made)
         self.stats = RolloutStats(tokens, tokens, 0, reply["prompt_tokens"])
-        numbered = [(number, r.prompt) for r in wanted for number in r.samples]
-        return [
-            Sample.drawn(
-                number,
-                prompt,
-                np.array(one["tokens"], np.int32),
-                STOPPED if one["stopped"] else LENGTH,
-                version,
-                **{name: one[name] for name in TOKEN_ARRAYS if name in one},
-            )
-            for (number, prompt), one in zip(numbered, made, strict=True)
-        ]
+        return [_sample(*own, one, version) for own, one in zip(numbered, made, strict=True)]
 
-    def _ask_with_images(self, message: Message, requests: Sequence[Request]) -> Message:
+    def _ask_with_images(
+        self, message: Message, requests: Sequence[Request], progress: Callable[[Message], None]
+    ) -> Message:
         """Asks with the features of the prompts' images, in a file of its own."""
         if self._process is None or self._images is None or self._settings.images is None:
-            return self._ask(message, self._progress)
+            return self._ask(message, progress)
         self._num_asked += 1
         table, firsts, rows = self._images.table, dict[int, int](), list[np.ndarray]()
         for request, own in zip(requests, message["requests"], strict=True):
@@ -252,11 +253,22 @@ class VllmEngine:
             ids = np.where(request.prompt < 0, self._settings.images["token"], request.prompt)
             own["prompt"] = ids.tolist()
         if not rows:
-            return self._ask(message, self._progress)
+            return self._ask(message, progress)
         with TemporaryDirectory(prefix="mindgrpo-features-") as folder:
             path = Path(folder) / "features.npy"
             np.save(path, np.concatenate(rows))
-            return self._ask(message | {"features": str(path)}, self._progress)
+            return self._ask(message | {"features": str(path)}, progress)
+
+
+def _sample(number: int, prompt: np.ndarray, completion: Message, version: int) -> Sample:
+    return Sample.drawn(
+        number,
+        prompt,
+        np.array(completion["tokens"], np.int32),
+        STOPPED if completion["stopped"] else LENGTH,
+        version,
+        **{name: completion[name] for name in TOKEN_ARRAYS if name in completion},
+    )
 
 
 def _generation(

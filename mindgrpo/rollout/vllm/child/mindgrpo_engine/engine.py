@@ -222,7 +222,8 @@ class Engine:
                 f"temperature are not exact: use temperature 1 instead of {sampling['temperature']}"
             )
         features = Features.read(request, self._images)
-        completions = Generation(self._vllm, progress, features).run(sampling, request["requests"])
+        generation = Generation(self._vllm, progress, features, request["reports_ended"])
+        completions = generation.run(sampling, request["requests"])
         return {
             "type": "completions",
             "version": version,

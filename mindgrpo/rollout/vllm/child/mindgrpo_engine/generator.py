@@ -95,10 +95,14 @@ def sampling_params(sampling: Message, sample: Message) -> SamplingParams:
 class Generation:
     """The samples of one request while vLLM works on them."""
 
-    def __init__(self, engine: Any, progress: Progress, features: Any = None) -> None:
+    def __init__(
+        self, engine: Any, progress: Progress, features: Any = None, reports_ended: bool = False
+    ) -> None:
         self._engine = engine
         self._progress = progress
         self._features = features
+        # Numbers of samples that have ended since the last report; None if nobody asks.
+        self._ended: list[int] | None = [] if reports_ended else None
         self._completions: list[RunningSample] = []
         # vLLM's own name of each sample that has not ended, by ours.
         self._running: dict[str, str] = {}
@@ -141,12 +145,21 @@ class Generation:
                     raise EngineFailure(f"vLLM ended a sample for the reason {reason!r}")
                 completion.stopped = reason == "stop"
                 del self._running[output.request_id]
-        if time.monotonic() - self._reported >= PROGRESS_SECONDS:
+                if self._ended is not None:
+                    self._ended.append(int(output.request_id))
+        if self._ended or time.monotonic() - self._reported >= PROGRESS_SECONDS:
             self._report()
 
     def _report(self) -> None:
         num_tokens = sum(len(completion.tokens) for completion in self._completions)
         num_finished = len(self._completions) - len(self._running)
-        message = {"finished": num_finished, "of": len(self._completions), "tokens": num_tokens}
+        message: Message = {
+            "finished": num_finished,
+            "of": len(self._completions),
+            "tokens": num_tokens,
+        }
+        if self._ended is not None:
+            message["ended"] = [[i, self._completions[i].reply()] for i in self._ended]
+            self._ended = []
         self._progress({"type": "progress"} | message)
         self._reported = time.monotonic()
