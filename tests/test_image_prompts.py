@@ -19,13 +19,16 @@ from picture_runs import make_model
 from PIL import Image
 
 from mindgrpo.algorithm.image_tokens import ImageTable
+from mindgrpo.config import Loaded
 from mindgrpo.data.examples import RowForm
 from mindgrpo.data.image_prompts import RunImages
+from mindgrpo.data.mindrecord import write_mindrecord
 from mindgrpo.data.pixels import read_pixel_rule
 from mindgrpo.data.prompts import PromptForm, PromptSet
 from mindgrpo.data.sources import open_examples
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
 from mindgrpo.errors import UserError
+from mindgrpo.run.trl_arguments import with_arguments
 
 # Of pictures a.png and b.png.
 SIZES = {"a": (56, 56), "b": (84, 56)}
@@ -220,3 +223,42 @@ def test_a_model_of_text_alone_refuses_pictures_in_messages_and_keeps_columns(
     (prompt,) = PromptSet(open_examples(written(folder, row)), form)
     assert prompt.question == "how many are there?"
     assert prompt.columns["image"] == "a.png"
+
+
+def test_rows_in_memory_have_the_images_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    picture = Image.new("RGB", (56, 84), (3, 200, 90))
+    picture.save("own.png")
+    data = Path("own.png").read_bytes()
+    asked = {"type": "text", "text": "what is it?"}
+
+    def talk(part: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": [part, asked]}]
+
+    rows: list[dict[str, Any]] = [
+        {"prompt": "<image>what is it?", "images": [picture]},
+        {"prompt": "<image>what is it?", "image": data},
+        {"prompt": "<image>what is it?", "images": ["own.png"]},
+        {"prompt": "<image>what is it?", "images": [{"bytes": data, "path": None}]},
+        {"prompt": talk({"type": "image"}), "image": picture},
+        {"prompt": talk({"type": "image", "image": picture})},
+    ]
+    loaded = with_arguments(None, None, [row | {"answer": "x"} for row in rows], None)
+    assert isinstance(loaded, Loaded)
+    path = loaded.config.rl_config.dataset_file
+    examples = open_examples(str(path), RowForm(sees_images=True))
+    pixels = [[*example.images[0].decode().getdata()] for example in examples]
+    assert pixels == [[*picture.getdata()]] * len(rows)
+
+
+def test_a_converted_row_has_its_images(tmp_path: Path) -> None:
+    Image.new("RGB", (56, 84)).save(tmp_path / "own.png")
+    row = {"question": "<image>what is it?", "answer": "x", "images": ["own.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    write_mindrecord(tmp_path / "rows.mindrecord", open_examples(tmp_path / "rows.jsonl"), "rows")
+    (example,) = open_examples(tmp_path / "rows.mindrecord", RowForm(sees_images=True))
+    assert [image.size() for image in example.images] == [(56, 84)]
+    assert [part["type"] for part in example.messages[-1]["content"]] == ["image", "text"]

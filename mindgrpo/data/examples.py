@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,11 @@ class RowForm:
                 "vision-language model (qwen2_5_vl), or leave the images out"
             )
         return messages, ()
+
+    def seen(self, example: Example) -> Example:
+        """Returns an example of a converted row with the images of its columns."""
+        messages, images = self.with_images(example.messages, dict(example.columns), example.where)
+        return replace(example, messages=messages, images=images)
 
     def renamed(self, row: Row, where: str) -> Row:
         """Returns the row with the keys that the map names, and verl's gold answer. Raises UserError."""

@@ -246,6 +246,26 @@ def image_files(value: object, where: str, folder: Path) -> tuple[ImageFile, ...
     )
 
 
+def images_as_text(value: object, where: str) -> object:
+    """Returns an image or list of images as JSON can hold them: absolute paths of files that exist, and data URIs.
+
+    Other values stay as they are. Raises UserError for an image that cannot be held.
+    """
+    items = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_is_held, items)):
+        return value
+    texts = [image.as_text() for image in image_files(value, where, Path())]
+    return texts if isinstance(value, list | tuple) else texts[0]
+
+
+def _is_held(item: object) -> bool:
+    if isinstance(item, Mapping):
+        return any(_is_held(own) for own in item.values())
+    if isinstance(item, str):
+        return no_path(item) is None and Path(item).is_file()
+    return isinstance(item, os.PathLike | bytes | bytearray | memoryview | Image.Image)
+
+
 def _image_file(item: object, where: str, folder: Path) -> ImageFile:
     item = _unwrapped(item, where)
     if isinstance(item, os.PathLike):

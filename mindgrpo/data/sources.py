@@ -127,7 +127,8 @@ def open_examples(
     files = data_files(path, choice, key)
     if files[0].suffix == ".mindrecord":
         examples = ranks.by_one(lambda: read_mindrecord(files[0], decode))
-        return Examples(ListedRows(examples, files[0]))
+        form = replace(form, folder=files[0].parent)
+        return Examples(ListedRows([form.seen(example) for example in examples], files[0]))
     form = replace(form, folder=files[0].parent)
     return Examples(open_rows(files, form.keys_read(), ranks, form.image_columns), form)
 

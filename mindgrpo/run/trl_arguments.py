@@ -17,6 +17,8 @@ from mindgrpo.config.foreign import with_row_length
 from mindgrpo.config.load import entries_of
 from mindgrpo.config.names import suggestion
 from mindgrpo.data.hub_names import hub_name
+from mindgrpo.data.image_prompts import IMAGE_COLUMNS
+from mindgrpo.data.images import SOURCE_KEYS, images_as_text
 from mindgrpo.data.row_files import plain_row
 from mindgrpo.data.sources import FOR_EVALUATION, FOR_TRAINING
 from mindgrpo.errors import UserError, counted
@@ -150,6 +152,38 @@ def _named(environment: str | Sequence[str] | Callable[..., Any]) -> list[str]:
     return [spec.text]
 
 
+def _with_images_as_text(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Returns a row whose images, in their columns and in messages, are texts."""
+    own = {
+        key: images_as_text(row[key], f"{where}: column {key!r}")
+        for key in IMAGE_COLUMNS
+        if key in row
+    }
+    for key, value in row.items():
+        if isinstance(value, list) and any(map(_has_parts, value)):
+            own[key] = [_with_parts_as_text(message, where) for message in value]
+    return {**row, **own}
+
+
+def _has_parts(message: object) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
+
+
+def _with_parts_as_text(message: Any, where: str) -> Any:
+    if not _has_parts(message):
+        return message
+    content = [
+        {
+            key: images_as_text(value, where) if key in SOURCE_KEYS else value
+            for key, value in part.items()
+        }
+        if isinstance(part, Mapping)
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": content}
+
+
 def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
     lines = []
     for number, row in enumerate(rows):
@@ -157,7 +191,8 @@ def _written(name: str, rows: Iterable[Mapping[str, Any]]) -> Path:
             raise UserError(
                 f'{name}: row {number} is {row!r:.60}; give rows such as {{"prompt": "...", "answer": "..."}}.'
             )
-        plain = plain_row(row, f"{name}: row {number}", "leave such columns out.")
+        where = f"{name}: row {number}"
+        plain = plain_row(_with_images_as_text(row, where), where, "leave such columns out.")
         lines.append(json.dumps(plain, ensure_ascii=False) + "\n")
     if not lines:
         raise UserError(f"{name} has no rows; give at least one.")

@@ -222,7 +222,7 @@ class Engine:
                 f"temperature are not exact: use temperature 1 instead of {sampling['temperature']}"
             )
         features = Features.read(request, self._images)
-        generation = Generation(self._vllm, progress, features, request["reports_ended"])
+        generation = Generation(self._vllm, progress, features, request.get("reports_ended", False))
         completions = generation.run(sampling, request["requests"])
         return {
             "type": "completions",
