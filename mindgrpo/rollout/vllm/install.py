@@ -21,11 +21,14 @@ from mindgrpo.processes.linux import remove_left_behind
 from mindgrpo.rollout.vllm.environment import MARK, child_environment, tried
 
 LOCK = Path(__file__).with_name(tried()["lock"]["file"])
+IMAGES = Path(__file__).with_name("requirements-images.txt")
 # Free bytes that are asked for: the packages take 1.8 GB with torch's small build, several with another one.
 SMALL_ROOM, LARGE_ROOM = 3 * 10**9, 12 * 10**9
 ASK_PYTHON = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
 # As engines import it; a package that is missing or too new shows here. `from vllm import LLM` would hide which.
 IMPORT = "import vllm; vllm.LLM"
+# In the environment; child/mindgrpo_engine/images.py names it too.
+IMAGES_FOLDER = "images"
 INDEX_REMEDY = "check the network and the index that pip is set to ('pip config list'), then run the command again"
 # What makes a Python another one than its path says, and what keeps it from writing bytecode: an engine compiles all
 # that it imports, 12 s of a processor, where the import that tries the environment left none.
@@ -41,7 +44,7 @@ def install(target: Path, environment: Mapping[str, str], lock: Path = LOCK) -> 
     Raises UserError, and leaves nothing in `target` then.
     """
     target, own = target.absolute(), target.absolute() / "bin" / "python"
-    digest = f"{hashlib.sha256(lock.read_bytes()).hexdigest()}\n"
+    digest = f"{hashlib.sha256(lock.read_bytes() + IMAGES.read_bytes()).hexdigest()}\n"
     mark = target / MARK
     if own.exists() and mark.exists() and mark.read_text(errors="replace") == digest:
         return _say(f"{target} has vLLM already, as {lock.name} lists it")
@@ -53,6 +56,7 @@ def install(target: Path, environment: Mapping[str, str], lock: Path = LOCK) -> 
         command = [python, "-m", "venv", str(target)]
         _run(command, environment, f"{python} could not make {target}", remedy)
         _install_packages(str(own), environment, lock)
+        _install_for_images(str(own), environment, target / IMAGES_FOLDER)
         problem = f"vLLM was installed into {target}, but cannot be imported"
         remedy = "install what it misses on this machine, then run the command again"
         _run([str(own), "-c", IMPORT], child_environment(environment, own), problem, remedy)
@@ -163,6 +167,13 @@ def _install_packages(python: str, environment: Mapping[str, str], lock: Path) -
     # Uncompiled: most of their modules are never imported, and Python compiles the others when they are.
     command = [*pip, "--no-compile", "--no-deps", "--requirement", str(lock), *more]
     _run(command, environment, problem, INDEX_REMEDY)
+
+
+def _install_for_images(python: str, environment: Mapping[str, str], folder: Path) -> None:
+    quiet = ["--disable-pip-version-check", "--no-input", "--quiet"]
+    command = [python, "-m", "pip", "install", *quiet, "--no-compile", "--no-deps"]
+    command += ["--target", str(folder), "--requirement", str(IMAGES)]
+    _run(command, environment, f"pip could not install what {IMAGES} lists", INDEX_REMEDY)
 
 
 def _run(command: list[str], environment: Mapping[str, str], problem: str, remedy: str) -> str:

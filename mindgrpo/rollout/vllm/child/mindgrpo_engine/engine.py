@@ -112,9 +112,11 @@ class Engine:
         import vllm
         from vllm.platforms import current_platform
 
-        from mindgrpo_engine.images import declare_vision_operators, register_model
+        from mindgrpo_engine.images import prepare_torchvision, register_model
 
-        declare_vision_operators()
+        if request.get("images"):
+            # Before transformers is imported, which looks for torchvision.
+            prepare_torchvision()
         from mindgrpo_engine.generator import REFUSALS
 
         self._platform: str = current_platform.device_type

@@ -7,30 +7,41 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mindgrpo_engine.protocol import Message
+from mindgrpo_engine.protocol import Message, UserFailure
 
 MISSING = re.compile(r"operator torchvision::(\w+) does not exist")
+# Of the environment; rollout/vllm/install.py makes it.
+FOLDER = Path(sys.prefix, "images")
 
 
-def declare_vision_operators() -> None:
-    """Makes torchvision importable, whatever torch it was built for.
+def prepare_torchvision() -> None:
+    """Makes torchvision importable, whatever torch it was built for. Raises UserFailure without it.
 
     vLLM's module of Qwen2.5-VL imports it. Its Python code registers operators that it takes from a library, which a
     build for another torch than the one that is installed cannot load; nothing here calls them, so they are declared.
     """
     import torch
 
+    if FOLDER.is_dir():
+        sys.path.append(str(FOLDER))
     library = torch.library.Library("torchvision", "FRAGMENT")
     # Declarations last as long as this.
-    declare_vision_operators.library = library  # type: ignore[attr-defined]
+    prepare_torchvision.library = library  # type: ignore[attr-defined]
     declared = set[str]()
     while True:
         try:
             importlib.import_module("torchvision")
             return
+        except ModuleNotFoundError as error:
+            raise UserFailure(
+                f"a model that sees images needs the package {error.name} in vLLM's environment: make that anew with "
+                "'bash scripts/setup_env.sh --vllm', or install the package there"
+            ) from error
         except RuntimeError as error:
             missing = MISSING.search(str(error))
             if missing is None or missing[1] in declared:
