@@ -86,6 +86,8 @@ def said(content: str, reward: float = 0.0, is_done: bool = False) -> Observatio
 class Form:
     max_prompt_length = 2
 
+    images = None
+
     def with_system(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return messages
 
