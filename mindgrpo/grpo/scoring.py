@@ -217,6 +217,8 @@ class RolloutScorer:
             placed.append((indices, part.scores))
             for i, text in zip(indices if texts else [], part.texts, strict=False):
                 texts[i] = text
+        if sorted(i for indices, _ in placed for i in indices) != list(range(len(rollout))):
+            raise RuntimeError("not every group was scored once as it ended")
         models = self._results_of_models(rollout, prompts, texts, {})
         return self._scored(rollout, joined(placed, len(rollout)), models, texts, {})
 

@@ -32,7 +32,7 @@ from mindgrpo.data.sources import (
 )
 from mindgrpo.data.supervised import SupervisedForm, SupervisedRowForm
 from mindgrpo.data.tokenizer import Tokenizer, load_tokenizer
-from mindgrpo.errors import UserError, error_of
+from mindgrpo.errors import UserError, counted, error_of
 from mindgrpo.grpo.inputs import Inputs, sampling_params
 from mindgrpo.grpo.scoring import CompletionForm
 from mindgrpo.memory.residency import check_budget
@@ -407,6 +407,7 @@ def _read(
         *plan.notices,
         *engine_notes(config),
         *turn_notes(config, trial),
+        *ended_notes(config),
     )
     return Inputs(
         plan=plan,
@@ -421,6 +422,17 @@ def _read(
         classifier_texts=texts,
         images=images,
     )
+
+
+def ended_notes(config: Config) -> list[str]:
+    """Says who calls reward functions where groups are scored as they end."""
+    if not config.reward_config.score_as_ended:
+        return []
+    ranks = counted(config.generate_config.parallel_config.replicas, "rank")
+    return [
+        "reward functions get whole groups as they end (reward_config.score_as_ended), several times a step: on "
+        f"{ranks}, each with a state of its own"
+    ]
 
 
 def engine_notes(config: Config) -> list[str]:
