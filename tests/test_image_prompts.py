@@ -19,6 +19,7 @@ from picture_runs import make_model
 from PIL import Image
 
 from mindgrpo.algorithm.image_tokens import ImageTable
+from mindgrpo.cli.verbs import main
 from mindgrpo.config import Loaded
 from mindgrpo.data.examples import RowForm
 from mindgrpo.data.image_prompts import RunImages
@@ -252,6 +253,19 @@ def test_rows_in_memory_have_the_images_of_files(
     examples = open_examples(str(path), RowForm(sees_images=True))
     pixels = [[*example.images[0].decode().getdata()] for example in examples]
     assert pixels == [[*picture.getdata()]] * len(rows)
+
+
+def test_rewards_are_tried_on_rows_with_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    row = {"question": "<image>how many?", "answer": "x", "images": [{"bytes": b"1", "path": None}]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), "rows.parquet")
+    Path("own.py").write_text(
+        "def own(completions, images):\n    return [float(len(own[0]['bytes'])) for own in images]\n"
+    )
+    assert main(["score", "--reward", "own.py:own", "--data", "rows.parquet"]) == 0
+    assert "mean 1.0000 of 1" in capsys.readouterr().out
 
 
 def test_a_converted_row_has_its_images(tmp_path: Path) -> None:

@@ -230,7 +230,9 @@ def talk(flags: argparse.Namespace, limits: Limits) -> None:
 
 
 def row_form(flags: argparse.Namespace) -> RowForm:
-    return RowForm(None, parse_key_map(list(filter(None, flags.map_keys.split(",")))))
+    key_map = parse_key_map(list(filter(None, flags.map_keys.split(","))))
+    # Of whatever model: rewards get images as the data has them.
+    return RowForm(None, key_map, sees_images=True)
 
 
 def read_rows(path: Path, limit: int, form: RowForm, split: str | None = None) -> list[Row]:
@@ -241,7 +243,7 @@ def read_rows(path: Path, limit: int, form: RowForm, split: str | None = None) -
     if files[0].suffix == ".mindrecord":
         stored: Rows = ListedRows([plain(each) for each in read_mindrecord(files[0], None)], path)
     else:
-        stored = open_rows(files)
+        stored = open_rows(files, binary=form.image_columns)
     located = list(stored.read(0, min(len(stored), max(0, limit) or len(stored))))
     for where, row in located:
         if not isinstance(row, dict):
