@@ -180,8 +180,9 @@ def plainest(backend: Backend) -> list[Sample]:
 def test_every_field_of_a_family_has_a_variant() -> None:
     turned_on = {name for names in VARIANTS for name in names}
     declared = {each.name for each in (*fields(Family), *fields(BlockNorms))}
-    # What config.json may leave out, and what is refused, is read, not computed: test_families.py.
-    assert turned_on == declared - {"defaults", "not_computed"}
+    # What config.json may leave out, and what is refused, is read, not computed: test_families.py. Of models that see
+    # images: test_image_models.py.
+    assert turned_on == declared - {"defaults", "not_computed", "sees_images"}
 
 
 @each_variant
