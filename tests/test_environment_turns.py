@@ -5,7 +5,8 @@ Does not prove that environments live and end in processes of their own: that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,6 +228,9 @@ class Lengths:
 
     def num_done(self) -> int:
         return 0
+
+    def begin(self, *samples: Any) -> Callable[[], Scores]:
+        return partial(self.score, *samples)
 
     def score(
         self,

@@ -10,7 +10,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,9 @@ class Parity:
     def num_done(self) -> int:
         return 0
 
+    def begin(self, *samples: Any) -> Callable[[], Scores]:
+        return partial(self.score, *samples)
+
     def score(self, texts: list[str], *_: Any) -> Scores:
         first = [int(text.split()[0]) for text in texts]
         values = np.array([np.nan if n % 7 == 0 else float(n % 2 == 0) for n in first])
@@ -77,7 +82,7 @@ class Parity:
 class Asked:
     def __init__(self, ids: np.ndarray) -> None:
         self.ids, self.text, self.answer = ids, f"prompt {ids.tolist()}", "gold"
-        self.question, self.columns = "", {}
+        self.question, self.columns, self.images = "", {}, {}
 
 
 @pytest.fixture(scope="module")

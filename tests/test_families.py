@@ -209,7 +209,7 @@ def fields_of(family: str) -> dict[str, Any]:
     others: dict[str, Any] = (
         {"num_key_value_heads": 4, "q_lora_rank": None} if family == "deepseek_v3" else {}
     )
-    if FAMILIES[family].sees_images:
+    if family in FAMILIES and FAMILIES[family].sees_images:
         others |= {"vision_config": {"out_hidden_size": SIZES["hidden_size"]}}
         others |= {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     return {**SIZES, **others, **EXPERTS.get(family, {})}

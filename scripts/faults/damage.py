@@ -19,6 +19,7 @@ import numpy as np
 from mindgrpo.algorithm import losses
 from mindgrpo.cli import verbs
 from mindgrpo.grpo import step
+from mindgrpo.grpo.scoring import RolloutScorer
 from mindgrpo.grpo.state import State
 from mindgrpo.grpo.step import Stepper
 from mindgrpo.training.policy import Policy
@@ -65,7 +66,7 @@ def nan_rewards(at: int) -> None:
         scored.scores.total[1] = np.nan
         return scored
 
-    after(Stepper, "_score", at, change)
+    after(RolloutScorer, "_scored", at, change)
 
 
 def nan_advantages(at: int) -> None:
