@@ -39,7 +39,7 @@ def test_what_a_kernel_refuses_is_said_in_its_own_words(backend: CpuBackend) -> 
         graph = backend.graph(NativeKernels().attention(heads, rotary), "attention")
         positions = Tensor(np.full((1, 8), position, np.int32))
         with pytest.raises(RuntimeError) as caught:
-            graph(qkv, nothing, nothing, nothing, positions, Tensor(spans))
+            graph(qkv, nothing, nothing, nothing, positions, Tensor(spans), Tensor(rotary))
         assert str(caught.value) == sentence
 
 
@@ -47,13 +47,14 @@ def test_a_call_says_its_own_error_and_not_that_of_a_graph_before(backend: CpuBa
     spans = np.zeros((1, 8, 3), np.int32)
     spans[0, 4:] = (2, 4, 4)
     nothing, heads = Tensor([0.0], ms.float32), Heads(1, 1, 2)
-    attention = NativeKernels().attention(heads, np.zeros((16, 4), np.float32))
+    rotary = np.zeros((16, 4), np.float32)
+    attention = NativeKernels().attention(heads, rotary)
     qkv, positions = (
         Tensor(np.zeros((8, heads.width), np.float32)),
         Tensor(np.zeros((1, 8), np.int32)),
     )
     with pytest.raises(RuntimeError, match="AOT kernel"):
-        attention(qkv, nothing, nothing, nothing, positions, Tensor(spans))
+        attention(qkv, nothing, nothing, nothing, positions, Tensor(spans), Tensor(rotary))
     with pytest.raises(RuntimeError, match="^kernel square_sums: "):
         library.call_kernel("square_sums", np.ones(1, np.float32))
     assert str(library.kernel_error()) == SPANS_REFUSED

@@ -253,7 +253,10 @@ def test_the_adapter_export_holds_what_the_merged_one_adds(
 ) -> None:
     policy = policy_with(backend, ("q_proj", "o_proj"))
     assert policy.adapters is not None
-    export_adapters(policy.adapters, backend, "base", tmp_path / "adapter", Residency())
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(RAW))
+    export_adapters(policy.adapters, backend, str(base), tmp_path / "adapter", Residency())
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     merged = Policy(CONFIG, LAYOUT, backend, SETTINGS).weights
     WeightSyncer(policy.weights, policy.adapters, merged, backend).run()

@@ -138,9 +138,9 @@ def test_what_pandas_has_for_missing_values_is_missing(
 def test_what_cannot_be_kept_of_rows_in_memory_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = "train_dataset: row 1: column 'image' holds bytes, .* leave such columns out"
+    said = "train_dataset: row 1: column 'sound' holds bytes, .* leave such columns out"
     with pytest.raises(UserError, match=said):
-        kept([*questions(1), {"question": "q", "image": b"x"}], tmp_path, monkeypatch)
+        kept([*questions(1), {"question": "q", "sound": b"x"}], tmp_path, monkeypatch)
 
 
 def test_csv_fields_may_be_long_in_score_as_in_a_run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,9 @@ class NoFunctions:
 
     def num_done(self) -> int:
         return 0
+
+    def begin(self, *samples: Any) -> Callable[[], Scores]:
+        return partial(self.score, *samples)
 
     def score(self, texts: list[str], *_: Any) -> Scores:
         return Scores({}, np.zeros(len(texts), np.float32), np.zeros(len(texts), bool))

@@ -66,8 +66,9 @@ class Backward(nn.Cell):
         self.backward = LayersBackward(stage, range(NUM_LAYERS), trained, stage.recomputed)
 
     def construct(self, x: Any, dy: Any, positions: Any, spans: Any) -> Any:
-        contexts = self.stage.contexts((positions, spans, ops.expand_dims(positions, 0)))
-        flows = self.stage.flows(x, contexts, NUM_LAYERS)
+        inputs = (positions, spans, ops.expand_dims(positions, 0))
+        contexts = self.stage.contexts(inputs)
+        flows = self.stage.flows(self.stage.entered(x, inputs), contexts, NUM_LAYERS)
         return flows[-1], self.backward(x, flows, contexts, dy)
 
 

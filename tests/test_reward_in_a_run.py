@@ -233,7 +233,7 @@ def test_a_failure_of_scoring_itself_is_told_to_every_rank() -> None:
         def __init__(self) -> None:
             self.names = []
 
-        def score(self, *_: Any) -> Any:
+        def begin(self, *_: Any) -> Any:
             raise OSError("no more processes")
 
     class Words:
