@@ -28,6 +28,7 @@ from mindgrpo.checkpoint.folders import folder_of, steps_in
 from mindgrpo.cli.verbs import main
 from mindgrpo.config import Config, Loaded, config_with, load_config
 from mindgrpo.config.command_line import parse_evaluation
+from mindgrpo.data.supervised import LEARNED
 from mindgrpo.errors import UserError
 from mindgrpo.grpo import supervised as supervised_step
 from mindgrpo.grpo.supervised import in_pieces, rows_as_rollout
@@ -63,7 +64,7 @@ def test_loss_and_gradient_of_packed_rows_are_those_of_transformers(family: str)
     golden, backend = read_golden(family), connect(SHARED_MEMORY, {})
     ids = golden.values["input_ids"].astype(np.int32)
     # Everything but the first token is learnt.
-    examples: Any = [Row(np.concatenate([row[:1], ~row[1:]])) for row in ids]
+    examples: Any = [Row(np.concatenate([row[:1], LEARNED + row[1:]])) for row in ids]
     supervised = config_with(None, {}, is_supervised=True).config.rl_config
     adamw, length = AdamWSettings(0.9, 0.95, 1e-8, 0.0), int(ids.size)
     shape = MicroShape(1, length)
