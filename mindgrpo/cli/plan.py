@@ -18,7 +18,7 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import read_model_yaml
 from mindgrpo.models.parameters import num_active_parameters, num_parameters
 from mindgrpo.models.precision import compute_dtype
-from mindgrpo.models.vision_config import vision_specs
+from mindgrpo.models.vision_config import num_vision_parameters
 from mindgrpo.plan import layouts
 from mindgrpo.plan.fit import Verdict, verdict
 from mindgrpo.plan.memory import HostPlan, phase_needs
@@ -121,7 +121,7 @@ def _not_counted(plan: RunPlan) -> list[str]:
 def _parameters(model: DecoderConfig) -> str:
     words = f"{num_parameters(model) / 1e9:.3f} B parameters"
     if model.vision is not None:
-        count = sum(math.prod(spec.shape) for spec in vision_specs(model.vision)) / 1e9
+        count = num_vision_parameters(model.vision) / 1e9
         words += f", and {count:.3f} B of a vision encoder, which stays frozen"
     if model.moe is None:
         return words

@@ -6,7 +6,7 @@ are dealt over the ranks by their sizes, and features are gathered to the host m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -43,10 +43,6 @@ class ImageEncoder:
         """Returns the number of patches of a row: no image of the run's data is larger."""
         largest = max(rows * columns for rows, columns in self._images.table.grids)
         return row_length(largest, self._vision.merged)
-
-    def needs(self, prompts: Iterable[np.ndarray]) -> bool:
-        """Returns whether images of the prompts, int32 [n] each, have no features yet."""
-        return bool(self.features.lacking(prompts))
 
     def encode(self, prompts: Sequence[np.ndarray], keeps: bool, enter: Callable[[], None]) -> int:
         """Encodes the images of the prompts that have no features yet; returns their number of features.

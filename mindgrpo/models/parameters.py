@@ -44,6 +44,7 @@ def parameter_specs(
 
 
 def num_parameters(config: DecoderConfig) -> int:
+    """Counts the language model's parameters, without those of a vision encoder."""
     return sum(map(_size, parameter_specs(config)))
 
 

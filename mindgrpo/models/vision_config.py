@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from mindgrpo.errors import UserError
@@ -192,3 +193,7 @@ def vision_specs(vision: VisionConfig) -> tuple[ParameterSpec, ...]:
     whole("merger.mlp.2.weight", out, merged)
     whole("merger.mlp.2.bias", out)
     return tuple(specs)
+
+
+def num_vision_parameters(vision: VisionConfig) -> int:
+    return sum(prod(spec.shape) for spec in vision_specs(vision))

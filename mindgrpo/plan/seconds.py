@@ -20,7 +20,7 @@ from mindgrpo.errors import UserError
 from mindgrpo.models.expert_plan import CAPACITIES
 from mindgrpo.models.parameters import num_active_parameters
 from mindgrpo.models.precision import compute_dtype
-from mindgrpo.models.vision_config import vision_specs
+from mindgrpo.models.vision_config import num_vision_parameters
 from mindgrpo.parallel.sharding import Layout
 from mindgrpo.plan.image_needs import encoder_flops, images_of_rank, longest_image
 from mindgrpo.plan.memory import HostPlan
@@ -442,7 +442,7 @@ class Roofline:
         features = min(longest, self.samples.prompt)
         rows = math.ceil(number * features * vision.merged / row_length(longest, vision.merged))
         itemsize = self._itemsize
-        weights = sum(math.prod(spec.shape) for spec in vision_specs(vision)) * itemsize
+        weights = num_vision_parameters(vision) * itemsize
         a_rank = self.plan.batch.prompts_per_step * features * vision.out_hidden_size * FLOAT_BYTES
         work = Work(
             flops=encoder_flops(self.plan, vision, features) * number,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 from mindgrpo.algorithm.estimators import REJECTIONS
@@ -10,7 +9,7 @@ from mindgrpo.algorithm.surrogates import LOSS_TYPES, clipped_surrogate, gpg
 from mindgrpo.config import BatchPlan, Config, Loaded
 from mindgrpo.errors import counted
 from mindgrpo.models.parameters import num_parameters
-from mindgrpo.models.vision_config import vision_specs
+from mindgrpo.models.vision_config import num_vision_parameters
 from mindgrpo.plan.micro_shapes import row_lines
 from mindgrpo.run.named_sources import with_names
 
@@ -37,7 +36,7 @@ def run_sections(loaded: Loaded, inputs: Inputs, backend: Backend) -> dict[str, 
     name = loaded.config.rl_config.model_name or with_names(config).actor_config.load
     described = [f"{name}: {model.model_type}, {num_parameters(model) / 1e6:.2f} M parameters"]
     if model.vision is not None:
-        count = sum(prod(spec.shape) for spec in vision_specs(model.vision)) / 1e6
+        count = num_vision_parameters(model.vision) / 1e6
         described.append(f"vision encoder: {count:.2f} M parameters, frozen")
     if lora is not None:
         on = ", ".join(lora.targets)

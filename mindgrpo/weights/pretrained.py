@@ -5,7 +5,6 @@ Also random weights, for benches.
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,13 +120,6 @@ class EncoderFiles:
 
     def _published(self) -> dict[str, str]:
         return {name[name.index(VISUAL) :]: name for name in self.tensors}
-
-    def digest(self) -> str:
-        """Returns the SHA-256, in hex, of all values in float32, by published names."""
-        state = hashlib.sha256()
-        for published, name in sorted(self._published().items()):
-            state.update(published.encode() + self.read(name).tobytes())
-        return state.hexdigest()
 
 
 def encoder_files(directory: str | Path) -> EncoderFiles | None:

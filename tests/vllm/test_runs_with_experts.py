@@ -5,9 +5,6 @@ On one rank, of Mixtral the names only. Does not prove anything of several worke
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +77,6 @@ def test_an_evaluation_finds_what_the_embedded_generator_finds(
     for key, value in fields("qwen3_moe").items():
         monkeypatch.setitem(small_runs.MODEL, key, value)
     small_runs.make_inputs(tmp_path)
-    words = ["--config", str(tmp_path / "small.yaml"), *small_runs.reward_words(tmp_path)]
-    words += ["--model", str(tmp_path / "model"), "--rl_config.eval_modes=greedy"]
-    words += ["--rl_config.eval_dataset_file", str(tmp_path / "train.jsonl")]
-    found = []
-    for workers in (0, 1):
-        kept = tmp_path / f"answers{workers}.jsonl"
-        command = [sys.executable, "-m", "mindgrpo", "eval", *words, "--completions", str(kept)]
-        subprocess.run([*command, f"--generate_config.use_vllm={workers}"], check=True, timeout=400)
-        found.append([json.loads(line) for line in kept.read_text().splitlines()])
-    assert len(found[0]) == small_runs.EVAL_SAMPLES
-    assert found[0] == found[1]
+    embedded, vllm = (small_runs.evaluated(tmp_path, workers) for workers in (0, 1))
+    assert len(embedded) == small_runs.EVAL_SAMPLES
+    assert embedded == vllm

@@ -5,9 +5,6 @@ Rows with and without pictures, an image that is evaluated again after updates. 
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import picture_runs
@@ -45,14 +42,6 @@ def test_a_run_has_the_trainers_log_probs_before_and_after_updates(inputs: Path)
 
 @needs_vllm
 def test_an_evaluation_finds_what_the_embedded_generator_finds(inputs: Path) -> None:
-    words = ["--config", str(inputs / "small.yaml"), *small_runs.reward_words(inputs), *ROOMY]
-    words += ["--model", str(inputs / "model"), "--rl_config.eval_modes=greedy"]
-    words += ["--rl_config.eval_dataset_file", str(inputs / "train.jsonl")]
-    found = []
-    for workers in (0, 1):
-        kept = inputs / f"answers{workers}.jsonl"
-        command = [sys.executable, "-m", "mindgrpo", "eval", *words, "--completions", str(kept)]
-        subprocess.run([*command, f"--generate_config.use_vllm={workers}"], check=True, timeout=400)
-        found.append([json.loads(line) for line in kept.read_text().splitlines()])
-    assert len(found[0]) == small_runs.EVAL_SAMPLES
-    assert found[0] == found[1]
+    embedded, vllm = (small_runs.evaluated(inputs, workers, *ROOMY) for workers in (0, 1))
+    assert len(embedded) == small_runs.EVAL_SAMPLES
+    assert embedded == vllm
