@@ -48,6 +48,7 @@ from mindgrpo.rollout.environment import environment_weight
 from mindgrpo.rollout.replicas import Replicas
 from mindgrpo.rollout.turns import make_conversations, read_turns
 from mindgrpo.run.evaluation_log import details, table, write_completions
+from mindgrpo.run.image_inputs import read_images
 from mindgrpo.run.named_sources import (
     EVALUATED,
     with_local_paths,
@@ -58,7 +59,6 @@ from mindgrpo.run.preflight import (
     engine_notes,
     held_out_prompts,
     read_classifier_texts,
-    read_images,
     read_model,
     read_reward_models,
     read_tokenizer,

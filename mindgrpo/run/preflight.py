@@ -18,7 +18,6 @@ from mindgrpo.config import Config, memory_bytes
 from mindgrpo.config.algorithm_checks import without_rewards
 from mindgrpo.data.examples import RowForm, parse_key_map
 from mindgrpo.data.image_prompts import RunImages
-from mindgrpo.data.pixels import read_pixel_rule
 from mindgrpo.data.prompts import PromptSet
 from mindgrpo.data.row_files import Seeds
 from mindgrpo.data.sources import (
@@ -40,7 +39,6 @@ from mindgrpo.models.decoder_config import DecoderConfig, read_config
 from mindgrpo.models.mindformers_yaml import check_agreement
 from mindgrpo.models.parameters import parameter_specs
 from mindgrpo.models.precision import dtype_notices
-from mindgrpo.models.vision_config import vision_specs
 from mindgrpo.plan.memory import check_engine
 from mindgrpo.plan.model_roles import OtherModels
 from mindgrpo.plan.run_plan import RunPlan, plan_run
@@ -52,14 +50,14 @@ from mindgrpo.rollout.environment import EnvironmentForm, RowsOfMixture, Trial
 from mindgrpo.rollout.turns import Turns, read_turns
 from mindgrpo.rollout.vllm.environment import find_python, read_versions, untried
 from mindgrpo.rollout.vllm.settings import BLOCK_MULTIPLE
-from mindgrpo.weights.pretrained import check_tensors, encoder_files
+from mindgrpo.run.image_inputs import check_encoders, read_images
+from mindgrpo.weights.pretrained import check_tensors
 
 Reward = str | Callable[..., Any]
 # Where an environment makes its examples; held-out ones are apart.
 SEEDS = {"dataset_file": range(10_000), "eval_dataset_file": range(10_000, 11_000)}
 
 
-SAME_ENCODER = "name a model that was trained from the same one with its encoder frozen."
 MESSAGES_NOTE = (
     "your reward functions get completions as lists of messages, as TRL passes them where prompts are such lists "
     "(reward_config.completions: text for texts)"
@@ -196,38 +194,6 @@ def read_teacher(config: Config, model: DecoderConfig) -> DecoderConfig | None:
     return teacher
 
 
-def check_encoders(plan: RunPlan) -> None:
-    """Raises UserError for a model beside the policy that cannot have the features of the policy's vision encoder."""
-    config, model = plan.config, plan.model
-    if model.vision is not None and plan.reward_models:
-        raise UserError(
-            f"{plan.reward_models[0].key}.load '{plan.reward_models[0].load}' is a model of text, but the policy's "
-            "prompts may have images, which reward models are not given yet; set reward_config.verifier_function to a "
-            "function, which gets the row's images."
-        )
-    others = plan.other_models
-    for key, load, shapes in (
-        ("ref_config.load", config.reference_load, others.teacher or model),
-        ("critic_config.load", config.critic_load, others.critic or model),
-    ):
-        own = config.actor_config.load
-        is_beside = plan.reference if key == "ref_config.load" else plan.critic
-        if is_beside is None or load == own or (model.vision or shapes.vision) is None:
-            continue
-        encoder, theirs = encoder_files(own), encoder_files(load)
-        if encoder is None or theirs is None:
-            sees, blind = (own, load) if theirs is None else (load, own)
-            raise UserError(
-                f"{key} is '{load}', but '{sees}' sees images and '{blind}' does not; {SAME_ENCODER}"
-            )
-        name = encoder.differing(theirs)
-        if name is not None:
-            raise UserError(
-                f"{key} '{load}' has another vision encoder than actor_config.load '{own}' (first: {name}), but images "
-                f"are encoded once for both; {SAME_ENCODER}"
-            )
-
-
 def check_vocabulary(key: str, directory: str, tokenizer: Tokenizer, model: DecoderConfig) -> None:
     """Raises UserError if a `model` of other shapes in `directory`, named by `key`, has not the run's vocabulary."""
     known = load_tokenizer(directory).codec.get_vocab(with_added_tokens=True)
@@ -310,28 +276,6 @@ def prepare_supervised(config: Config, world_size: int | None, ranks: Ranks = AL
     )
 
 
-def read_images(config: Config, model: DecoderConfig, longest: int) -> RunImages | None:
-    """Reads how the model makes patches of images; None for a model that sees none. Raises UserError.
-
-    By default an image has at most `longest` tokens.
-    """
-    if model.vision is None:
-        return None
-    rl, directory = config.rl_config, config.actor_config.load
-    rule = read_pixel_rule(directory, rl.min_pixels, rl.max_pixels)
-    vision = model.vision
-    sizes = rule.patch_size, rule.merge_size, rule.temporal_patch_size
-    if sizes != (vision.patch_size, vision.merge_size, vision.temporal_patch_size):
-        raise UserError(
-            f"'{directory}': preprocessor_config.json makes patches of {sizes} (patch_size, merge_size, "
-            "temporal_patch_size), but vision_config in config.json has other sizes; restore both files."
-        )
-    if rl.max_pixels is None:
-        most = max(rule.min_pixels, longest * rule.token_side**2)
-        rule = replace(rule, max_pixels=min(rule.max_pixels, most))
-    return RunImages(rule, vision.image_token)
-
-
 def _read_model(
     config: Config, world_size: int | None, generates: bool = True
 ) -> tuple[RunPlan, Tokenizer]:
@@ -348,8 +292,6 @@ def _read_model(
     check_engine(plan)
     check_budget(plan.memory(), config.context.max_device_bytes)
     check_tensors(config.actor_config.load, parameter_specs(model))
-    if model.vision is not None:
-        check_tensors(config.actor_config.load, vision_specs(model.vision))
     check_encoders(plan)
     for beside in plan.forward_roles:
         if beside is not plan.reference or beside.load != config.actor_config.load:
