@@ -8,8 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,17 +144,6 @@ def trainer(folder: Path, output: Path | None, *words: str, reward: Reward = spr
         paths += ["--output_dir", str(output)]
     loaded = load_config(folder / "small.yaml", [*paths, *words])
     return GRPOTrainer(loaded, [reward], name="small")
-
-
-def evaluated(folder: Path, workers: int, *words: str) -> list[dict[str, Any]]:
-    """The samples of `mindgrpo eval`, greedy, by vLLM with `workers`, by the embedded generator without."""
-    kept = folder / f"answers{workers}.jsonl"
-    command = [sys.executable, "-m", "mindgrpo", "eval", "--config", str(folder / "small.yaml")]
-    command += [*reward_words(folder), *words, "--model", str(folder / "model")]
-    command += ["--rl_config.eval_dataset_file", str(folder / "train.jsonl")]
-    command += ["--rl_config.eval_modes=greedy", f"--generate_config.use_vllm={workers}"]
-    subprocess.run([*command, "--completions", str(kept)], check=True, timeout=400)
-    return [json.loads(line) for line in kept.read_text().splitlines()]
 
 
 def is_own(key: str) -> bool:

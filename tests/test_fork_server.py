@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_launch_script import STAND_IN, environment, launch, program
+from test_launch_script import ROOT, STAND_IN, environment, launch, program
 from test_launch_signals import SAVES
 from test_restarts import SLEEPER, Started
 
+from mindgrpo.launch.worker import NUM_DESCRIPTORS
 from mindgrpo.processes.linux import is_alive
 
 NOBODY = 65534
@@ -120,6 +122,28 @@ def test_a_process_that_connects_and_says_nothing_keeps_no_rank_from_starting(
     source = program(tmp_path, "print('rank', rank, 'ran', flush=True)")
     ended = launch(tmp_path, "--ranks", "2", "--", source, PATH=path, MINDGRPO_FORK="1")
     assert ended.returncode == 0 and ended.stdout == "rank 0 ran\n"
+
+
+def test_a_signal_that_comes_while_a_rank_is_forked_is_passed_on_to_it(tmp_path: Path) -> None:
+    """This test is the server: the rank, forked and heard of, may run before its worker knows of it."""
+    server, standard_input = socket.socketpair()
+    asking = subprocess.Popen(
+        [sys.executable, str(ROOT / "mindgrpo" / "launch" / "worker.py"), "never_run.py"],
+        stdin=standard_input,
+        env=environment(tmp_path, MINDGRPO_STATUS_DIR=str(tmp_path)),
+    )
+    standard_input.close()
+    _, descriptors, _, _ = socket.recv_fds(server, 1, NUM_DESCRIPTORS)
+    *others, connection = descriptors
+    asking.send_signal(signal.SIGINT)
+    wait_until(lambda: asking.poll() is not None or is_pending(asking.pid, signal.SIGINT))
+    with socket.socket(fileno=connection) as rank:
+        rank.sendall(b"\0")
+        assert rank.recv(16) == b"%d\n" % signal.SIGINT
+        rank.sendall(b"5\n")
+        assert asking.wait() == 5
+    for descriptor in (server.detach(), *others):
+        os.close(descriptor)
 
 
 def test_a_forked_rank_reads_nothing_from_standard_input(tmp_path: Path) -> None:

@@ -251,8 +251,8 @@ def test_rows_in_memory_have_the_images_of_files(
     assert isinstance(loaded, Loaded)
     path = loaded.config.rl_config.dataset_file
     examples = open_examples(str(path), RowForm(sees_images=True))
-    pixels = [[*example.images[0].decode().getdata()] for example in examples]
-    assert pixels == [[*picture.getdata()]] * len(rows)
+    pixels = [example.images[0].decode().tobytes() for example in examples]
+    assert pixels == [picture.tobytes()] * len(rows)
 
 
 def test_rewards_are_tried_on_rows_with_images(

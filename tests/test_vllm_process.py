@@ -84,7 +84,7 @@ def engine(backend: CpuBackend, tmp_path: Path) -> Iterator[VllmEngine]:
 
 
 def names_in_shared_memory() -> list[str]:
-    return sorted(path.name for path in Path("/dev/shm").glob("engine_double_*"))
+    return sorted(path.name for path in Path("/dev/shm").glob("mindgrpo-double-*"))
 
 
 def test_the_engine_gets_the_policys_bits(
@@ -351,11 +351,11 @@ def test_the_launcher_hears_what_a_killed_rank_leaves_in_shared_memory(tmp_path:
     assert rank.stdout is not None
     pid = int(rank.stdout.readline())
     listed = (tmp_path / "status" / "left_behind_0").read_text().splitlines()
-    assert listed == [f"/dev/shm/engine_double_{pid}"]
+    assert listed == [f"/dev/shm/mindgrpo-double-{pid}"]
     rank.kill()
     rank.wait()
     while is_alive(pid):  # the double ends when its connection does
         time.sleep(0.1)
-    assert names_in_shared_memory() == [f"engine_double_{pid}"]
+    assert names_in_shared_memory() == [f"mindgrpo-double-{pid}"]
     JobProcesses("job", tmp_path / "status").end_all()
     assert not names_in_shared_memory()

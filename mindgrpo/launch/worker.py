@@ -168,6 +168,7 @@ def represent(connection: socket.socket, parent: int, is_scheduler: bool) -> NoR
 
     for number in STOPPING:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     while not select.select([connection], [], [], PARENT_CHECK_SECONDS)[0]:
         if os.getppid() != parent:
             os._exit(1)  # the server then kills the rank
@@ -221,9 +222,12 @@ def main() -> None:
             signal.signal(number, signal.SIG_DFL)  # who started this had to ignore them
         folder, rank = status_of_rank(os.environ)
         (folder / f"rank_{rank}").write_text(f"pid {os.getpid()}\n")
+    # A signal that comes while the process is forked is for that one, and waits until it can be passed on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     connection = ask_for_fork(channel, [program, *arguments], is_rank) if channel else None
     if connection is not None:
         represent(connection, parent, is_scheduler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
     end_with_parent(parent)
     run_to_end(program, arguments, is_rank)
 

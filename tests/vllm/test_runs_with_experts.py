@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import small_runs
 from engine_subject import needs_vllm
+from evaluated_samples import evaluated
 from mindgrpo_engine.weights import in_checkpoint
 
 from mindgrpo.models.decoder_config import decoder_config
@@ -77,6 +78,6 @@ def test_an_evaluation_finds_what_the_embedded_generator_finds(
     for key, value in fields("qwen3_moe").items():
         monkeypatch.setitem(small_runs.MODEL, key, value)
     small_runs.make_inputs(tmp_path)
-    embedded, vllm = (small_runs.evaluated(tmp_path, workers) for workers in (0, 1))
+    embedded, vllm = (evaluated(tmp_path, workers) for workers in (0, 1))
     assert len(embedded) == small_runs.EVAL_SAMPLES
     assert embedded == vllm

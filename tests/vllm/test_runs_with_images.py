@@ -11,6 +11,7 @@ import picture_runs
 import pytest
 import small_runs
 from engine_subject import needs_vllm
+from evaluated_samples import evaluated
 
 from mindgrpo.monitor.metrics import read_metrics
 
@@ -42,6 +43,6 @@ def test_a_run_has_the_trainers_log_probs_before_and_after_updates(inputs: Path)
 
 @needs_vllm
 def test_an_evaluation_finds_what_the_embedded_generator_finds(inputs: Path) -> None:
-    embedded, vllm = (small_runs.evaluated(inputs, workers, *ROOMY) for workers in (0, 1))
+    embedded, vllm = (evaluated(inputs, workers, *ROOMY) for workers in (0, 1))
     assert len(embedded) == small_runs.EVAL_SAMPLES
     assert embedded == vllm
