@@ -5,7 +5,7 @@ Uses nothing of mindgrpo.algorithm.losses: what it says is compared with the tra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -58,17 +58,22 @@ class Scripted:
     def __init__(self) -> None:
         self.tokenizer = load_tokenizer(MODEL).with_template("qwen_tools")
 
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        return [ToolAnswer(text) for text, _ in zip(ANSWERS, calls, strict=True)]
+    def ask(
+        self, turns: Mapping[int, Sequence[ToolCall]], patience: float
+    ) -> dict[int, list[ToolAnswer]]:
+        return {sample: [ToolAnswer(text)] for sample, text in zip(turns, ANSWERS, strict=True)}
+
+    def end_all(self) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """Nothing was started."""
 
-    def generate(self, requests: Sequence[Request], turn: int) -> list[Sample]:
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
         made = []
         for request in requests:
             for sample in request.samples:
-                ids = self.tokenizer.encode(TEXTS[sample][turn] + "<|im_end|>")
+                ids = self.tokenizer.encode(TEXTS[sample][request.turn] + "<|im_end|>")
                 logps = np.full(len(ids), -1.0, np.float32)
                 made.append(
                     Sample.drawn(

@@ -19,7 +19,7 @@ from mindgrpo.data.chat_template import ChatTemplate, shipped_names
 from mindgrpo.data.tokenizer import MAX_ID, Tokenizer, load_tokenizer
 from mindgrpo.data.turns import TurnSuffix
 from mindgrpo.errors import UserError
-from mindgrpo.rollout.conversations import UNREADABLE, Conversations, run_together
+from mindgrpo.rollout.conversations import UNREADABLE, Conversations, Unanswered, run_together
 from mindgrpo.rollout.noise import sample_keys
 from mindgrpo.rollout.tools import ToolTurns, tool_metrics
 from mindgrpo.tools.calls import ToolCall, parse_hermes
@@ -43,9 +43,15 @@ class Echo:
         self.calls: list[ToolCall] = []
         self._text = text
 
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        self.calls += calls
-        return [ToolAnswer(f"{self._text} {len(self.calls)}") for _ in calls]
+    def ask(
+        self, turns: Mapping[int, Sequence[ToolCall]], patience: float
+    ) -> dict[int, list[ToolAnswer]]:
+        self.calls += [call for calls in turns.values() for call in calls]
+        answer = ToolAnswer(f"{self._text} {len(self.calls)}")
+        return {sample: [answer] * len(calls) for sample, calls in turns.items()}
+
+    def end_all(self) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """Nothing was started."""
@@ -58,8 +64,8 @@ class Writer:
         self._tokenizer, self._texts = tokenizer, {i: list(own) for i, own in texts.items()}
         self.rounds: list[list[Request]] = []
 
-    def generate(self, requests: Sequence[Request], turn: int) -> list[Sample]:
-        assert turn == len(self.rounds)
+    def generate(self, requests: Sequence[Request]) -> list[Sample]:
+        assert {request.turn for request in requests} <= {len(self.rounds)}
         self.rounds.append(list(requests))
         completions = []
         for request in requests:
@@ -69,7 +75,7 @@ class Writer:
                 ids = self._tokenizer.encode(self._texts[sample].pop(0) + "<|im_end|>")
                 reason = STOPPED if len(ids) <= limit else LENGTH
                 tokens = np.array(ids[:limit], np.int32)
-                logps = -np.ones(len(tokens), np.float32) - turn
+                logps = -np.ones(len(tokens), np.float32) - request.turn
                 completions.append(
                     Sample.drawn(sample, request.prompt, tokens, reason, VERSION, logps=logps)
                 )
@@ -200,14 +206,15 @@ def test_a_turn_that_was_cut_calls_nothing(run: Run, tokenizer: Tokenizer) -> No
 
 def test_what_the_pool_raises_reaches_every_rank() -> None:
     class Broken(Echo):
-        def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
+        def ask(self, *_: Any) -> dict[int, list[ToolAnswer]]:
             raise OSError("no process")
 
     def gather(own: Any) -> list[Any]:
         return [own, {}] if isinstance(own, dict) else [own, None]
 
     with pytest.raises(RuntimeError, match="the turns could not be answered: OSError: no process"):
-        run_together({0: [ToolCall("f")]}, ToolTurns(parse_hermes, Broken()), gather)
+        responder = ToolTurns(parse_hermes, Broken())
+        run_together({0: [ToolCall("f")]}, responder, gather, Unanswered())
 
 
 def test_every_turn_has_noise_of_its_own_and_a_first_turn_that_of_single_ones() -> None:

@@ -61,7 +61,7 @@ class Scripted:
         self.asked: list[Mapping[int, Question]] = []
         self.ended = 0
 
-    def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
+    def ask(self, questions: Mapping[int, Question], patience: float) -> dict[int, Result]:
         self.asked.append(dict(questions))
         return {sample: self._result(question) for sample, question in questions.items()}
 

@@ -76,7 +76,7 @@ def converse(made: EmbeddedEngine) -> tuple[list[list[Sample]], list[int]]:
     room = {sample: MAX_TOKENS for r in requests for sample in r.samples}
     prompt_of = {sample: r.prompt for r in requests for sample in r.samples}
     for turn in range(4):
-        completions = made.generate(requests, made.sampling, SeedKey(1, 0, 0, turn), VERSION)
+        completions = made.generate(requests, made.sampling, SeedKey(1, 0, 0), VERSION)
         rounds.append(completions)
         computed.append(made.stats.prompt_tokens)
         requests = []
@@ -85,7 +85,8 @@ def converse(made: EmbeddedEngine) -> tuple[list[list[Sample]], list[int]]:
             room[one.number] -= len(context) - len(prompt_of[one.number])
             prompt_of[one.number] = np.array(context, np.int32)
             if room[one.number] > 0 and one.number % 5 != turn:
-                requests.append(Request(prompt_of[one.number], (one.number,), (room[one.number],)))
+                limits = (room[one.number],)
+                requests.append(Request(prompt_of[one.number], (one.number,), limits, turn + 1))
     return rounds, computed
 
 
@@ -148,8 +149,8 @@ def test_keys_of_other_weights_or_of_another_text_are_not_used(
         for prompt, one in zip(prompts, completions, strict=True):
             tokens = one.tokens if change == "weights" else (one.tokens + 1) % VOCAB
             context = np.concatenate([prompt, tokens]).astype(np.int32)
-            further.append(Request(context, (one.number,), (2,)))
+            further.append(Request(context, (one.number,), (2,), turn=1))
         if change == "weights":
             made.publish(lambda: None, VERSION)
-        made.generate(further, sampling, SeedKey(1, 0, 0, 1), VERSION)
+        made.generate(further, sampling, SeedKey(1, 0, 0), VERSION)
         assert made.stats.prompt_tokens == sum(len(request.prompt) for request in further)

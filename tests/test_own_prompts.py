@@ -7,7 +7,7 @@ Does not prove that environments live in processes of their own, nor anything of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +84,7 @@ class Pool:
     def __init__(self, texts: Sequence[str | None]) -> None:
         self._texts, self._episodes = texts, dict[int, Episode]()
 
-    def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
+    def ask(self, questions: Mapping[int, Question], patience: float) -> dict[int, Result]:
         results = {}
         for sample, question in questions.items():
             if isinstance(question, Opening):
@@ -116,7 +116,7 @@ class OneByOne:
             self.requests.append(request)
             limits = request.max_tokens or (MAX_TOKENS,) * len(request.samples)
             for sample, limit in zip(request.samples, limits, strict=True):
-                alone = Request(request.prompt, (sample,), (limit,))
+                alone = replace(request, samples=(sample,), max_tokens=(limit,))
                 made += self._engine.generate([alone], *arguments)
         return made
 

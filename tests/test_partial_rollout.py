@@ -37,8 +37,8 @@ class Counter:
         self.version = version
         self.rounds: list[list[Request]] = []
 
-    def complete(self, requests: Sequence[Request], turn: int) -> list[Sample]:
-        assert turn == len(self.rounds)
+    def complete(self, requests: Sequence[Request]) -> list[Sample]:
+        assert {request.turn for request in requests} <= {len(self.rounds)}
         self.rounds.append(list(requests))
         completions = []
         for request in requests:
@@ -170,7 +170,7 @@ class Speaker:
     def __init__(self) -> None:
         self._left: dict[int, list[list[int]]] = {}
 
-    def complete(self, requests: Sequence[Request], turn: int) -> list[Sample]:
+    def complete(self, requests: Sequence[Request]) -> list[Sample]:
         made = []
         for request in requests:
             limits = request.max_tokens or (100,) * len(request.samples)
@@ -204,7 +204,7 @@ def test_conversations_in_chunks_are_those_that_are_drawn_turn_by_turn(
     assert max(len(one.messages) for one in expected) >= 3
 
     def answer(drawn: Mapping[int, Sample]) -> Mapping[int, Sample]:
-        return driver.next_turns(drawn, max_tokens)[0]
+        return driver.next_turns(drawn, max_tokens)
 
     begun = [PartialGroup.begun(i, prompt, 0, SIZE) for i, prompt in enumerate(prompts)]
     wanted = limits(len(begun), chunk=chunk, max_tokens=max_tokens)

@@ -71,8 +71,8 @@ def test_the_likeliest_tokens_in_chunks_are_those_of_whole_completions(
     prompts = [request.prompt for request in requests_of()]
     groups = [PartialGroup.begun(i, prompt, 0, GROUP) for i, prompt in enumerate(prompts)]
 
-    def complete(requests: Sequence[Request], turn: int) -> list[Sample]:
-        return run_by(generator, settings, requests, turn)
+    def complete(requests: Sequence[Request]) -> list[Sample]:
+        return run_by(generator, settings, requests, 0)
 
     outcome = draw_partial(groups, PartialLimits(len(groups), 3, MAX_TOKENS, 1), 0, complete)
     rollout = outcome.rollout()

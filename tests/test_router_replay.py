@@ -283,11 +283,11 @@ def converse(made: EmbeddedEngine) -> list[Sample]:
     samples = {i: Sample.begun(r.prompt, i) for r in requests() for i in r.samples}
     waiting = [replace(r, max_tokens=(3,) * GROUP) for r in requests()]
     for turn in range(3):
-        for written in made.generate(waiting, SAMPLING, SeedKey(0, ROLLOUT, 0, turn), 0):
+        for written in made.generate(waiting, SAMPLING, SeedKey(0, ROLLOUT, 0), 0):
             one = samples[written.number].with_written(written)
             assert sum(map(len, parts(one))) == one.num_inputs
             samples[one.number] = one.with_answer([7, 11], []) if turn < 2 else one
-        waiting = [sample.request(i, 3) for i, sample in samples.items()]
+        waiting = [sample.request(i, 3, turn + 1) for i, sample in samples.items()]
     return list(samples.values())
 
 

@@ -15,7 +15,7 @@ import pytest
 from mindgrpo.errors import UserError
 from mindgrpo.tools.builtin import calculator, python
 from mindgrpo.tools.calls import MALFORMED, ToolCall, find_parser, parser_for
-from mindgrpo.tools.pool import LONGEST_ANSWER, UNKNOWN, ToolPool, load_tools
+from mindgrpo.tools.pool import LONGEST_ANSWER, UNKNOWN, ToolAnswer, ToolPool, load_tools
 from mindgrpo.workers.protocol import BAD_RESULT, EXIT, RAISED, TIMEOUT, CallLimits
 
 # For what hangs, and for what ends by itself, however slow the machine.
@@ -95,9 +95,14 @@ def hasty(file: Path) -> Iterator[ToolPool]:
     yield from pool_of(file, DEADLINE)
 
 
+def run(pool: ToolPool, calls: list[ToolCall]) -> list[ToolAnswer]:
+    """The answers to the calls of one turn."""
+    return pool.ask({0: calls})[0]
+
+
 def test_calls_that_hang_cost_themselves_alone(hasty: ToolPool) -> None:
     calls = [ToolCall("calculator", {"expression": "6 * 7"}), *[ToolCall("hangs")] * 8]
-    first, *late = hasty.run(calls)
+    first, *late = run(hasty, calls)
     assert (first.text, first.failure) == ("42", None)
     assert {answer.failure for answer in late} == {TIMEOUT}
     assert "no answer within 1.5 s" in late[0].text
@@ -113,8 +118,8 @@ def test_calls_that_misbehave_cost_themselves_alone(pool: ToolPool) -> None:
         ToolCall("counts", {"upto": 3}),
         ToolCall("counts", {"upto": LONGEST_ANSWER}),
     ]
-    pool.run(calls[:1])
-    first, loud, nothing, itself, dies, *rest = pool.run(calls)
+    run(pool, calls[:1])
+    first, loud, nothing, itself, dies, *rest = run(pool, calls)
     assert (first.text, first.failure) == ("42", None)
     assert (loud.text, loud.failure) == ("printed", None)
     kinds = [answer.failure for answer in (nothing, itself, dies)]
@@ -133,7 +138,7 @@ def test_calls_that_need_no_process_are_run_again_if_their_worker_ends(
 ) -> None:
     monkeypatch.setattr(pool, "_bounded", frozenset({"calculator", "dies"}))
     sums = [ToolCall("calculator", {"expression": f"{i} + 1"}) for i in range(2)]
-    answers = pool.run([sums[0], ToolCall("dies"), sums[1]])
+    answers = run(pool, [sums[0], ToolCall("dies"), sums[1]])
     assert [(a.text, a.failure) for a in (answers[0], answers[2])] == [("1", None), ("2", None)]
     assert answers[1].failure == EXIT
 
@@ -142,9 +147,9 @@ def test_a_tool_that_ends_its_worker_fails_what_was_asked_and_nothing_later(
     pool: ToolPool,
 ) -> None:
     sums = [ToolCall("calculator", {"expression": "1 + 1"})]
-    (answer,) = pool.run([ToolCall("closes")])
+    (answer,) = run(pool, [ToolCall("closes")])
     assert answer.failure == EXIT
-    assert [answer.text for answer in pool.run(sums)] == ["2"]
+    assert [answer.text for answer in run(pool, sums)] == ["2"]
 
 
 def test_schemas_are_those_of_transformers(file: Path) -> None:

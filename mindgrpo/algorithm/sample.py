@@ -25,12 +25,14 @@ Messages = tuple[Mapping[str, Any], ...]
 class Request:
     """Requests completions of `prompt` int32 [n]; `samples` are their global numbers, which select the noise.
 
-    `max_tokens` is a limit per sample; None: the sampling settings' limit for all.
+    So does `turn`, from 0: that of a conversation, or the chunk of a partial rollout. `max_tokens` is a limit per
+    sample; None: the sampling settings' limit for all.
     """
 
     prompt: np.ndarray
     samples: tuple[int, ...]
     max_tokens: tuple[int, ...] | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,10 @@ class Sample:
         mask = np.concatenate([self.action_mask, mask])
         return replace(self, tokens=tokens, action_mask=mask, arrays=arrays)
 
-    def request(self, number: int, max_tokens: int) -> Request:
+    def request(self, number: int, max_tokens: int, turn: int) -> Request:
         """Returns a request for at most `max_tokens` further tokens, as sample `number`."""
-        return Request(np.concatenate([self.prompt, self.tokens]), (number,), (max_tokens,))
+        context = np.concatenate([self.prompt, self.tokens])
+        return Request(context, (number,), (max_tokens,), turn)
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class PartialGroup:
     def num_tokens(self) -> int:
         return sum(len(sample.tokens) for sample in self.samples)
 
-    def requests(self, first: int, chunk: int, max_tokens: int) -> list[Request]:
+    def requests(self, first: int, chunk: int, max_tokens: int, turn: int) -> list[Request]:
         """Returns requests for a chunk of each unfinished sample, numbered from `first`; one for all without tokens."""
         requests, fresh = [], []
         for i, sample in enumerate(self.samples):
@@ -179,10 +182,10 @@ class PartialGroup:
                 fresh.append(first + i)
                 continue
             room = max_tokens - len(sample.tokens)
-            requests.append(sample.request(first + i, min(chunk, room)))
+            requests.append(sample.request(first + i, min(chunk, room), turn))
         if fresh:
             limits = (min(chunk, max_tokens),) * len(fresh)
-            requests.append(Request(self.prompt, tuple(fresh), limits))
+            requests.append(Request(self.prompt, tuple(fresh), limits, turn))
         return requests
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import random
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -26,7 +28,6 @@ from mindgrpo.user_code import describe
 from mindgrpo.workers.client import Worker
 from mindgrpo.workers.protocol import (
     BAD_RESULT,
-    EXIT,
     MEMORY,
     RAISED,
     CallFailure,
@@ -46,53 +47,85 @@ class EnvironmentPool:
         load = partial(EnvironmentService, mixture)
         self._worker = Worker(load, ENVIRONMENT, ", ".join(mixture.texts), limits.memory)
         self._open: set[int] = set()
+        self._asked: set[int] = set()
+        self._closing: set[int] = set()
+        self._results: dict[int, Result] = {}
 
-    def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
-        """Returns one result per sample. Raises UserError where the class cannot be loaded.
+    def ask(
+        self, questions: Mapping[int, Question], patience: float = math.inf
+    ) -> dict[int, Result]:
+        """Asks by sample, beside what is still to be answered, and returns the results that are there.
 
-        An environment whose result is a CallFailure, or says that it is done, is asked to close and ended.
+        One is waited for if there is any, and all for `patience` seconds. Raises UserError where the class cannot be
+        loaded. An environment whose result is a CallFailure, or says that it is done, is asked to close and ended.
         """
-        results = self._ask(questions)
-        self._open |= questions.keys()
-        self._open -= {sample for sample, question in questions.items() if question == Closing()}
-        self._end(
-            sample
-            for sample, result in results.items()
-            if isinstance(result, CallFailure) or result.is_done
-        )
-        return results
+        if questions:
+            self._begin(questions)
+            self._asked |= questions.keys()
+            self._open |= questions.keys()
+        self._collect(time.monotonic() + patience)
+        results, self._results = self._results, {}
+        return dict(sorted(results.items()))
 
     def end_all(self) -> None:
-        """Asks the environments of all conversations that have ended undone to close, and ends them."""
+        """Asks the environments of all conversations that have ended undone to close, and ends them.
+
+        Those that are still to answer do so before.
+        """
+        self._collect(math.inf)
         self._end(list(self._open))
+        self._collect(math.inf)
+        self._results.clear()
 
     def _end(self, samples: Iterable[int]) -> None:
         ended = sorted(self._open.intersection(samples))
         self._open -= set(ended)
         if ended and self._worker.is_running:
-            self._ask(dict.fromkeys(ended, Closing()))
+            self._begin(dict.fromkeys(ended, Closing()))
+            self._closing |= set(ended)
 
     def close(self) -> None:
         """Ends the worker and whatever it started."""
-        self._open.clear()
+        for samples in (self._open, self._asked, self._closing):
+            samples.clear()
         self._worker.close()
 
-    def _ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
-        samples, results = list(questions), dict[int, Result]()
-
-        def record(number: int, answer: Any) -> None:
-            is_failure = isinstance(answer, CallFailure)
-            results[samples[number]] = answer if is_failure else Observation.from_json(answer)
-
-        asked = [
-            Task(content, sample, isinstance(content, Opening), isinstance(content, Closing))
+    def _begin(self, questions: Mapping[int, Question]) -> None:
+        tasks = {
+            sample: Task(
+                content, sample, isinstance(content, Opening), isinstance(content, Closing)
+            )
             for sample, content in questions.items()
-        ]
+        }
+        self._worker.begin(tasks, self._deadline, self._deadline + GRACE_SECONDS)
+
+    def _collect(self, until: float) -> None:
+        """Waits for a result, until `until` (of time.monotonic) for all; without end for closings too."""
+        if not (self._asked or self._closing):
+            return
+
+        def enough() -> float:
+            if not self._asked:
+                return math.inf if until == math.inf else -math.inf
+            return until if self._results else math.inf
+
         seconds = self._deadline + GRACE_SECONDS
-        failure = self._worker.ask(asked, self._deadline, seconds, record, each=True)
+        failure = self._worker.collect(seconds, self._record, until=enough)
         self._worker.take_output()
-        failure = failure or CallFailure(EXIT, "its process ended")
-        return {sample: results.get(sample, failure) for sample in samples}
+        if failure is not None:
+            for sample in [*self._asked, *self._closing]:
+                self._record(sample, failure)
+
+    def _record(self, sample: int, answer: Any) -> None:
+        if sample in self._closing:
+            self._closing.remove(sample)
+            return
+        is_failure = isinstance(answer, CallFailure)
+        result = answer if is_failure else Observation.from_json(answer)
+        self._asked.remove(sample)
+        self._results[sample] = result
+        if is_failure or result.is_done:
+            self._end([sample])
 
 
 class Episode:

@@ -111,17 +111,43 @@ class AnsweringChannel:
     """The other end, in the process that answers."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        self.connection = connection
+        self.unsent = bytearray()
         self._received = connection.makefile("rb")
 
     def receive(self) -> Any:
         """Waits for what was sent. Raises EOFError at the end."""
         return pickle.load(self._received)
 
+    def has_received(self) -> bool:
+        """Returns whether something has come by now; at the end too, it has not."""
+        self.connection.setblocking(False)
+        try:
+            return bool(self._received.peek(1))
+        finally:
+            self.connection.setblocking(True)
+
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message after what was printed before it. Raises OSError."""
+        """Sends a message after what was printed before it, and waits until it is taken. Raises OSError."""
+        self._add(message)
+        self.connection.sendall(self.unsent)
+        self.unsent.clear()
+
+    def post(self, message: Mapping[str, Any]) -> None:
+        """Sends a message as `send` does, but leaves in `unsent` what is not taken at once."""
+        self._add(message)
+        self.send_more()
+
+    def send_more(self) -> None:
+        """Sends as much of `unsent` as is taken at once. Raises OSError."""
+        with suppress(BlockingIOError):
+            while self.unsent:
+                sent = self.connection.send(self.unsent, socket.MSG_DONTWAIT)
+                del self.unsent[:sent]
+
+    def _add(self, message: Mapping[str, Any]) -> None:
         for stream in (sys.stdout, sys.stderr):
             # The user's code may have closed or replaced it.
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        self.unsent += json.dumps(message).encode() + b"\n"

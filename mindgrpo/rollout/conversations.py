@@ -1,13 +1,15 @@
 """Conversations of several turns on any engine: the policy writes, a responder answers, the policy continues.
 
 A responder is tools (tools.py) or an environment (environment.py). Tokens in, tokens out: what the policy
-wrote stays as it was drawn; what comes between its turns is context, which `action_mask` leaves out. All unfinished
-conversations of a round go to the engine together, so that a slot whose conversation waits is another's. The noise of a
-turn is its own, under every layout.
+wrote stays as it was drawn; what comes between its turns is context, which `action_mask` leaves out. All conversations
+whose replies are there go to the engine together; a slow reply holds up its own conversation alone. The noise of a turn
+is its own, under every layout and in whatever order replies come.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -57,8 +59,8 @@ class Reply:
         return replace(self, messages=[{**message, **failed} for message in self.messages])
 
 
-# Draws the samples of a round, which is number `turn`, from 0.
-Generate = Callable[[Sequence[Request], int], list[Sample]]
+# Draws the samples of requests; all ranks together, also those that have none.
+Generate = Callable[[Sequence[Request]], list[Sample]]
 # What all ranks ask, and the replies, by sample.
 Asked = Mapping[int, Any]
 Replies = Mapping[int, Reply]
@@ -87,11 +89,14 @@ class Responder(Protocol):
         `written` is the turn with its special tokens, `before` are the messages before it.
         """
 
-    def answer(self, asked: Asked) -> Replies:
-        """Answers what was asked, by sample; called on ranks where it `runs_here`."""
+    def answer(self, asked: Asked, patience: float) -> Replies:
+        """Takes in what was asked, by sample, and returns the replies that are there; called where it `runs_here`.
+
+        It waits for one if any is pending, here or from calls before, and for all of them for `patience` seconds.
+        """
 
     def end_rollout(self) -> None:
-        """Ends what it keeps for conversations; called when none continues."""
+        """Ends what it keeps for conversations; called when none continues, or where a rollout fails."""
 
     def close(self) -> None: ...
 
@@ -136,65 +141,76 @@ class Conversations:
             if self.form is not None:
                 if openings is None:
                     raise ValueError("an environment needs the rows of the prompts")
-                replies = self._ask(openings, asks)
+                # All of them: samples with one prompt share it.
+                replies = self._ask(openings, asks, Unanswered())
                 samples, not_opened = self._opened(samples, replies, self.form)
                 waiting = _first_requests(samples, not_opened, max_tokens)
-            for turn in range(self.max_turns):
-                written = generate(waiting, turn)
+            unanswered, goes_on = Unanswered(), True
+            while goes_on:
+                began = time.monotonic()
+                written = generate(waiting)
                 drawn = {w.number: samples[w.number].with_written(w) for w in written}
                 for i in not_opened.keys() & drawn.keys():
                     refused = drawn.pop(i)
                     samples[i] = _ended(refused, not_opened[i], self._message(refused))
-                after, goes_on = self.next_turns(drawn, max_tokens, asks)
+                after = self._after_replies(drawn, unanswered, max_tokens, asks, began)
                 samples |= after
                 if ended is not None:
                     ended([own for own in after.values() if own.finish_reason is not None])
-                # On all ranks alike, or one would wait for another.
-                if not goes_on:
-                    break
                 waiting = [
-                    sample.request(i, max_tokens - len(sample.tokens))
+                    sample.request(i, max_tokens - len(sample.tokens), sample.num_turns)
                     for i, sample in after.items()
                     if sample.finish_reason is None
                 ]
+                # On all ranks alike, or one would wait for another.
+                goes_on = unanswered.goes_on
         finally:
             self.responder.end_rollout()
         return list(samples.values())
 
     def next_turns(
         self, drawn: Mapping[int, Sample], max_tokens: int, asks: bool = True
-    ) -> tuple[dict[int, Sample], bool]:
-        """Returns the samples after their turns were answered, and whether any conversation, on any rank, may continue.
+    ) -> dict[int, Sample]:
+        """Returns the samples after their turns were answered, all of them.
 
         A sample with a finish reason has ended its turn: it is answered and continues, or has ended.
         """
-        after = dict(drawn)
-        turns: dict[int, dict[str, Any]] = {}
-        asked: dict[int, Any] = {}
+        written = {i: sample for i, sample in drawn.items() if sample.finish_reason is not None}
+        return {**drawn, **self._after_replies(written, Unanswered(), max_tokens, asks)}
+
+    def _after_replies(
+        self,
+        drawn: Mapping[int, Sample],
+        unanswered: Unanswered,
+        max_tokens: int,
+        asks: bool,
+        began: float = -math.inf,
+    ) -> dict[int, Sample]:
+        """Asks after the turns that were drawn; returns the samples that have ended and those with replies by now."""
+        after, asked = dict[int, Sample](), dict[int, Any]()
         for i, sample in drawn.items():
-            if sample.finish_reason is None:
-                continue
-            turn = turns[i] = self._message(sample)
+            turn = self._message(sample)
             question = self._question(sample, turn)
             is_last = sample.num_turns + 1 >= self.max_turns
             if question is not None and is_last and not self.responder.answers_every_turn:
-                after[i] = replace(sample, finish_reason=MAX_TURNS)
-            elif question is not None:
-                asked[i] = question
-        replies = self._ask(asked, asks)
-        for i, turn in turns.items():
-            if i in asked:
-                after[i] = self._answered(after[i], turn, replies[i], max_tokens)
+                sample, question = replace(sample, finish_reason=MAX_TURNS), None
+            if question is None:
+                after[i] = _ended(sample, Reply(), turn)
             else:
-                after[i] = _ended(after[i], Reply(), turn)
-        return after, not all(reply.is_last for reply in replies.values())
+                asked[i], unanswered.own[i] = question, (sample, turn)
+        for i, reply in self._ask(asked, asks, unanswered, began).items():
+            if i in unanswered.own:
+                after[i] = self._answered(*unanswered.own.pop(i), reply, max_tokens)
+        return after
 
     def close(self) -> None:
         """Closes the responder."""
         self.responder.close()
 
-    def _ask(self, own: Asked, asks: bool) -> Replies:
-        return run_together(own if asks else {}, self.responder, self.gather)
+    def _ask(
+        self, own: Asked, asks: bool, unanswered: Unanswered, began: float = -math.inf
+    ) -> Replies:
+        return run_together(own if asks else {}, self.responder, self.gather, unanswered, began)
 
     def _opened(
         self, samples: Mapping[int, Sample], replies: Replies, form: PromptForm
@@ -312,18 +328,43 @@ def prompt_of(opening: Reply, form: PromptForm, numbers: Sequence[int] = ()) -> 
     return Reply.failed(CallFailure(BAD_RESULT, too_long))
 
 
-def run_together(own: Asked, responder: Responder, gather: Gather) -> Replies:
-    """Gathers what every rank asks, has it answered where the responder runs, and gives all replies to all ranks.
+@dataclass
+class Unanswered:
+    """What was asked and has no reply yet: this rank's samples with the policy's turns, and the numbers of all ranks'.
 
-    `own` is empty on ranks that repeat another's. Where the responder failed, raises RuntimeError or its UserError on
-    every rank.
+    `goes_on` says whether a conversation, on any rank, may continue or has no reply yet.
+    """
+
+    own: dict[int, tuple[Sample, dict[str, Any]]] = field(default_factory=dict)
+    everywhere: set[int] = field(default_factory=set)
+    goes_on: bool = False
+
+
+def run_together(
+    own: Asked,
+    responder: Responder,
+    gather: Gather,
+    unanswered: Unanswered,
+    began: float = -math.inf,
+) -> Replies:
+    """Gathers what every rank asks, has it answered where the responder runs, and gives the replies to all ranks.
+
+    These are all that are pending, or those that come within as long as it took since `began` (of time.monotonic), and
+    one at least: an engine's call takes about as long for few conversations as for many, so that what comes soon is
+    worth waiting for. `own` is empty on ranks that repeat another's. Where the responder failed, raises RuntimeError or
+    its UserError on every rank.
     """
     asked = {sample: question for part in gather(own) for sample, question in part.items()}
-    if not asked:
-        return {}
-    return on_one_rank(
-        gather,
-        responder.runs_here,
-        lambda: responder.answer(asked),
-        "the turns could not be answered: ",
-    )
+    unanswered.everywhere |= asked.keys()
+    replies: Replies = {}
+    if unanswered.everywhere:
+        replies = on_one_rank(
+            gather,
+            responder.runs_here,
+            lambda: responder.answer(asked, time.monotonic() - began),
+            "the turns could not be answered: ",
+        )
+    unanswered.everywhere -= replies.keys()
+    has_next = any(not reply.is_last for reply in replies.values())
+    unanswered.goes_on = has_next or bool(unanswered.everywhere)
+    return replies

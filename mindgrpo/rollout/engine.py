@@ -54,12 +54,11 @@ class StaleWeights(RuntimeError):
 
 @dataclass(frozen=True)
 class SeedKey:
-    """Selects the noise, beside sample and position; `purpose` is rollout/noise.py's; `turn` of conversations."""
+    """Selects the noise, beside sample, turn and position; `purpose` is rollout/noise.py's."""
 
     seed: int
     purpose: int
     step: int
-    turn: int = 0
 
 
 @dataclass(frozen=True)

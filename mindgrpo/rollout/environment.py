@@ -35,6 +35,7 @@ class EnvironmentTurns:
     mixture: Mixture | None = None
     images: RunImages | None = None
     _met: dict[int, str] = field(default_factory=dict)
+    _asked: dict[int, Question] = field(default_factory=dict)
 
     @property
     def runs_here(self) -> bool:
@@ -49,14 +50,17 @@ class EnvironmentTurns:
         text: str = turn["content"]
         return text
 
-    def answer(self, asked: Mapping[int, Question]) -> dict[int, Reply]:
+    def answer(self, asked: Mapping[int, Question], patience: float) -> dict[int, Reply]:
         assert self.pool is not None
         if self.mixture is not None and not self.mixture.is_single:
             for sample, question in asked.items():
                 if isinstance(question, Opening):
                     self._met[sample] = self.mixture.names[self.mixture.number_of(question)]
-        results = self.pool.ask(asked)
-        return {sample: self._reply(sample, asked[sample], results[sample]) for sample in results}
+        self._asked.update(asked)
+        return {
+            sample: self._reply(sample, self._asked.pop(sample), result)
+            for sample, result in self.pool.ask(asked, patience).items()
+        }
 
     def _reply(self, sample: int, question: Question, result: Result) -> Reply:
         reply, name = reply_to(question, result, self.images), self._met.get(sample)
@@ -64,6 +68,7 @@ class EnvironmentTurns:
 
     def end_rollout(self) -> None:
         self._met.clear()
+        self._asked.clear()
         if self.pool is not None:
             self.pool.end_all()
 

@@ -19,8 +19,8 @@ from mindgrpo.data.prompt_source import PromptSource
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.replicas import Replicas
 
-# Draws a chunk for each sample of a round, which is number `turn`, from 0.
-Complete = Callable[[Sequence[Request], int], list[Sample]]
+# Draws a chunk for each sample of a round.
+Complete = Callable[[Sequence[Request]], list[Sample]]
 # What becomes of the samples, by number, that a round has drawn: turns that have ended are answered.
 Answer = Callable[[Mapping[int, Sample]], Mapping[int, Sample]]
 
@@ -89,9 +89,9 @@ def draw_partial(
         requests: list[Request] = []
         first = 0
         for group in running:
-            requests += group.requests(first, limits.chunk, limits.max_tokens)
+            requests += group.requests(first, limits.chunk, limits.max_tokens, rounds)
             first += len(group.samples)
-        chunks = complete(requests, rounds)
+        chunks = complete(requests)
         samples = [sample for group in running for sample in group.samples]
         grown: Mapping[int, Sample] = {
             chunk.number: _with_chunk(samples[chunk.number], chunk, limits.max_tokens)
@@ -196,8 +196,8 @@ class PartialRollouts:
         """Draws whole groups by weights of `version` and of those before; all ranks together, after `begin_step`."""
         limits = self._settings.limits
 
-        def complete(requests: Sequence[Request], turn: int) -> list[Sample]:
-            return self._replicas.complete(requests, sampling, replace(key, turn=turn), version)
+        def complete(requests: Sequence[Request]) -> list[Sample]:
+            return self._replicas.complete(requests, sampling, key, version)
 
         def answer(drawn: Mapping[int, Sample]) -> Mapping[int, Sample]:
             return self._replicas.next_turns(drawn, limits.max_tokens)

@@ -78,9 +78,7 @@ class Replicas:
             return conversations.run(
                 share,
                 sampling.max_tokens,
-                lambda waiting, turn: self._draw(
-                    waiting, sampling, replace(key, turn=turn), version
-                ),
+                lambda waiting: self._draw(waiting, sampling, key, version),
                 self._is_first,
                 openings,
                 ended,
@@ -104,10 +102,10 @@ class Replicas:
         return self._shared_out(requests, key, draw)
 
     def next_turns(self, drawn: Mapping[int, Sample], max_tokens: int) -> Mapping[int, Sample]:
-        """Answers turns that have ended; returns all samples, which every rank has, as they continue."""
+        """Answers turns that have ended, once all replies are there; returns all samples, which every rank has."""
         if self.conversations is None:
             return drawn
-        return self.conversations.next_turns(drawn, max_tokens, asks=self.backend.rank == 0)[0]
+        return self.conversations.next_turns(drawn, max_tokens, asks=self.backend.rank == 0)
 
     def _shared_out(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindgrpo.algorithm.sample import Messages
@@ -34,6 +34,7 @@ class ToolTurns:
     parser: Parser
     pool: ToolPool | None
     max_tool_calls: int | None = None
+    _asked: dict[int, Sequence[ToolCall]] = field(default_factory=dict)
 
     @property
     def runs_here(self) -> bool:
@@ -63,16 +64,18 @@ class ToolTurns:
             *(replace(call, error=refused, failure=OVER_LIMIT) for call in calls[allowed:]),
         ]
 
-    def answer(self, asked: Mapping[int, Sequence[ToolCall]]) -> dict[int, Reply]:
+    def answer(self, asked: Mapping[int, Sequence[ToolCall]], patience: float) -> dict[int, Reply]:
         assert self.pool is not None
-        answers = iter(self.pool.run([call for calls in asked.values() for call in calls]))
+        self._asked.update(asked)
         return {
-            sample: Reply([_message(call, next(answers)) for call in calls])
-            for sample, calls in asked.items()
+            sample: Reply([*map(_message, self._asked.pop(sample), answers)])
+            for sample, answers in self.pool.ask(asked, patience).items()
         }
 
     def end_rollout(self) -> None:
-        """Does nothing: calls leave nothing behind."""
+        self._asked.clear()
+        if self.pool is not None:
+            self.pool.end_all()
 
     def close(self) -> None:
         if self.pool is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 from mindgrpo.errors import UserError
@@ -16,7 +19,6 @@ from mindgrpo.user_code import Kind, describe, import_named, nearest
 from mindgrpo.workers.client import Worker
 from mindgrpo.workers.protocol import (
     BAD_RESULT,
-    EXIT,
     MEMORY,
     RAISED,
     CallFailure,
@@ -82,7 +84,7 @@ def _load(text: str) -> Tool:
 UNKNOWN = "unknown"
 # Of one answer; the budget of a conversation's tokens is smaller.
 LONGEST_ANSWER = 1 << 14
-# Beyond the deadline of calls that run beside each other: for starting a process for each.
+# Beyond a deadline: for starting a process for each call.
 GRACE_SECONDS = 2.0
 
 
@@ -103,6 +105,15 @@ class ToolAnswer:
         return cls(answer)
 
 
+@dataclass(frozen=True)
+class PlacedCall:
+    """Call number `place` of a turn of `sample`."""
+
+    sample: int
+    place: int
+    call: ToolCall
+
+
 class ToolPool:
     """Runs the tools `texts` (rl_config.tools), which have `names`. The worker starts with the first calls."""
 
@@ -111,42 +122,93 @@ class ToolPool:
         self._bounded = BOUNDED.intersection(texts)
         load = partial(ToolService, tuple(texts), LONGEST_ANSWER)
         self._worker = Worker(load, TOOL, ", ".join(texts), limits.memory)
+        self._numbers = count()
+        # By number, the calls that are still to be answered; by sample, the answers to a turn.
+        self._asked: dict[int, PlacedCall] = {}
+        self._answers: dict[int, list[ToolAnswer | None]] = {}
 
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        """Returns an answer a call, within the deadline and some seconds; what fails is reported to the model."""
-        answers: dict[int, ToolAnswer] = {}
-        for index, call in enumerate(calls):
-            if call.error is not None:
-                answers[index] = ToolAnswer(f"Error: {call.error}", call.failure)
-            elif call.name not in self._names:
-                known = ", ".join(sorted(self._names))
-                text = f"Error: there is no tool {call.name!r}; there are {known}"
-                answers[index] = ToolAnswer(text, UNKNOWN)
-        runnable = [index for index in range(len(calls)) if index not in answers]
-        self._run(calls, [i for i in runnable if calls[i].name in self._bounded], answers, False)
-        # Also what the worker has died of.
-        left = [index for index in runnable if index not in answers]
-        failure = self._run(calls, left, answers, True) or CallFailure(EXIT, "its process ended")
-        self._worker.take_output()
-        return [answers.get(index) or ToolAnswer.of(failure) for index in range(len(calls))]
+    def ask(
+        self, turns: Mapping[int, Sequence[ToolCall]], patience: float = math.inf
+    ) -> dict[int, list[ToolAnswer]]:
+        """Runs the calls of turns, by sample, beside what is still to be answered; returns the turns that are answered.
 
-    def _run(
-        self,
-        calls: Sequence[ToolCall],
-        indices: list[int],
-        answers: dict[int, ToolAnswer],
-        isolated: bool,
-    ) -> CallFailure | None:
-        """Adds answers, each from a process of its own if `isolated`; returns why there are not all."""
-        if not indices:
+        One is waited for if there is any, and all for `patience` seconds. What fails is reported to the model.
+        """
+        until = time.monotonic() + patience
+        bounded, isolated = dict[int, PlacedCall](), dict[int, PlacedCall]()
+        for sample, calls in turns.items():
+            answers = self._answers[sample] = [self._refusal(call) for call in calls]
+            for place, call in enumerate(calls):
+                if answers[place] is None:
+                    by_number = bounded if call.name in self._bounded else isolated
+                    by_number[next(self._numbers)] = PlacedCall(sample, place, call)
+        self._begin(isolated | self._run_bounded(bounded), True)
+        failure = self._collect(lambda: until if self._answered() else math.inf)
+        self._fail([*self._asked], failure)
+        whole = self._answered()
+        for sample in whole:
+            del self._answers[sample]
+        return whole
+
+    def end_all(self) -> None:
+        """Ends the calls that are still to be answered."""
+        if self._asked:
+            self._worker.stop()
+        self._asked.clear()
+        self._answers.clear()
+
+    def _refusal(self, call: ToolCall) -> ToolAnswer | None:
+        if call.error is not None:
+            return ToolAnswer(f"Error: {call.error}", call.failure)
+        if call.name not in self._names:
+            known = ", ".join(sorted(self._names))
+            return ToolAnswer(f"Error: there is no tool {call.name!r}; there are {known}", UNKNOWN)
+        return None
+
+    def _run_bounded(self, calls: Mapping[int, PlacedCall]) -> dict[int, PlacedCall]:
+        """Runs calls in the worker itself; returns those that were not answered because it has ended."""
+        others = [*self._asked]
+        self._begin(calls, False)
+        failure = self._collect(
+            lambda: math.inf if calls.keys() & self._asked.keys() else -math.inf
+        )
+        self._fail(others, failure)
+        return {n: self._asked.pop(n) for n in calls if n in self._asked}
+
+    def _begin(self, calls: Mapping[int, PlacedCall], isolated: bool) -> None:
+        """Starts calls, each in a process of its own if `isolated`."""
+        if not calls:
+            return
+        tasks = {n: Task(own.call, n if isolated else None) for n, own in calls.items()}
+        deadline = self._limits.deadline
+        self._worker.begin(tasks, deadline, deadline + GRACE_SECONDS)
+        self._asked |= calls
+
+    def _collect(self, until: Callable[[], float]) -> CallFailure | None:
+        if not self._asked:
             return None
-
-        def record(number: int, answer: Any) -> None:
-            answers[indices[number]] = ToolAnswer.of(answer)
-
-        tasks = [Task(calls[i], i if isolated else None) for i in indices]
         seconds = self._limits.deadline + GRACE_SECONDS
-        return self._worker.ask(tasks, self._limits.deadline, seconds, record)
+        failure = self._worker.collect(seconds, self._record, until=until)
+        self._worker.take_output()
+        return failure
+
+    def _record(self, number: int, answer: Any) -> None:
+        read = ToolAnswer.of(answer)
+        own = self._asked.pop(number)
+        self._answers[own.sample][own.place] = read
+
+    def _fail(self, numbers: Sequence[int], failure: CallFailure | None) -> None:
+        if failure is not None:
+            for number in numbers:
+                if number in self._asked:
+                    self._record(number, failure)
+
+    def _answered(self) -> dict[int, list[ToolAnswer]]:
+        return {
+            sample: [answer for answer in answers if answer is not None]
+            for sample, answers in self._answers.items()
+            if None not in answers
+        }
 
     def close(self) -> None:
         """Ends the worker and whatever it started."""

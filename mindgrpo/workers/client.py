@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import fcntl
 import io
+import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from typing import Any
@@ -66,11 +67,13 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and not self._process.has_ended()
+        """Returns whether it is not known to have ended: of one that is asked something, `collect` tells."""
+        process = self._process
+        return process is not None and (process.is_asked or not process.has_ended())
 
     def start(self) -> SupervisedWorker:
         """Starts the process where there is none, and does not wait until the user's code is loaded."""
-        if self._process is not None and self._process.has_ended():
+        if self._process is not None and not self.is_running:
             self._drop()
         with self._lock:
             if self._is_closed:
@@ -120,17 +123,47 @@ class Worker:
         KeyError, IndexError, TypeError or ValueError has refused an answer. Raises UserError where the user's code
         cannot be loaded.
         """
-        process, answered = self._loaded_process(), set[int]()
+        self.begin(dict(enumerate(tasks)), deadline, seconds)
+        return self.collect(seconds, record, hint, each)
+
+    def begin(self, tasks: Mapping[int, Task], deadline: float, seconds: float) -> None:
+        """Asks tasks by numbers that no unanswered task has, beside those that are still to be answered.
+
+        A task in a session may take `deadline` seconds, from when its process gets it; the worker has `seconds` to take
+        the tasks in. Raises UserError where the user's code cannot be loaded.
+        """
+        self._loaded_process().ask(tasks, deadline, seconds)
+
+    def collect(
+        self,
+        seconds: float,
+        record: Callable[[int, Any], None],
+        hint: str = "",
+        each: bool = True,
+        until: Callable[[], float] = lambda: math.inf,
+    ) -> CallFailure | None:
+        """Calls `record`, which may begin further tasks, with the number and answer of each task, as they come.
+
+        Returns None when all are answered, or at `until()` (of time.monotonic), asked after every answer. Else returns
+        why the others have none, as `ask` does, after `seconds` (with `each`: without an answer) at the latest.
+        """
+        process = self._process
+        if process is None:
+            return CallFailure(EXIT, "its process ended")
         try:
-            process.send((list(tasks), deadline), seconds)
-            for message in process.messages(seconds, hint, each):
-                if "done" in message:
-                    break
-                record(message["index"], from_message(message))
-                answered.add(message["index"])
-            if len(answered) == len(tasks):
-                return None
-            failure = CallFailure(EXIT, "its process left out answers")
+            late = time.monotonic() + seconds
+            while process.is_asked:
+                enough = until()
+                message = process.message(min(late, enough))
+                if message is None and enough < late:
+                    return None
+                if message is None:
+                    raise WorkerEnded(CallFailure(TIMEOUT, f"no answer within {seconds:g} s{hint}"))
+                if process.takes_answer(message):
+                    record(message["index"], from_message(message))
+                if each:
+                    late = time.monotonic() + seconds
+            return None
         except WorkerEnded as ended:
             failure = ended.failure
         except (KeyError, IndexError, TypeError, ValueError):
@@ -166,6 +199,7 @@ class SupervisedWorker:
     def __init__(self, order: Order, output: Output) -> None:
         self._output = output
         self._loaded: dict[str, Any] = {}
+        self._unanswered, self._num_asked, self.is_asked = set[int](), 0, False
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, LONGEST_MESSAGE)
         descriptors = {"channel": theirs.fileno(), "output": output.write_end.fileno()}
@@ -181,7 +215,7 @@ class SupervisedWorker:
                 stderr=None,
                 pass_fds=tuple(descriptors.values()),
             )
-        self.send(order, START_SECONDS)
+        self._channel.send(order, START_SECONDS)
 
     def loaded(self) -> dict[str, Any]:
         """Waits until the user's code is loaded; returns its description as `loaded`, and `threads` that run since.
@@ -189,34 +223,45 @@ class SupervisedWorker:
         Raises UserError where it refuses to be loaded, and WorkerEnded.
         """
         if not self._loaded:
-            message = next(self.messages(START_SECONDS, ""))
+            message = self.message(time.monotonic() + START_SECONDS)
+            if message is None:
+                why = f"no answer within {START_SECONDS:g} s"
+                raise WorkerEnded(CallFailure(TIMEOUT, why))
             if "refused" in message:
                 raise UserError(str(message["refused"]))
             self._loaded = message
         return self._loaded
 
-    def send(self, content: Any, seconds: float) -> None:
-        self._channel.send(content, seconds)
+    def ask(self, tasks: Mapping[int, Task], deadline: float, seconds: float) -> None:
+        self._unanswered |= tasks.keys()
+        self._num_asked, self.is_asked = self._num_asked + 1, True
+        self._channel.send((dict(tasks), deadline), seconds)
 
-    def messages(self, seconds: float, hint: str, each: bool = False) -> Iterator[dict[str, Any]]:
-        """Yields the worker's messages. Raises WorkerEnded, with `hint`, after `seconds` in all.
+    def takes_answer(self, message: Mapping[str, Any]) -> bool:
+        """Returns whether a message answers a task, else it is of the end of some. Raises as Worker.collect has it."""
+        if "done" not in message:
+            self._unanswered.remove(message["index"])
+            return True
+        if message["done"] == self._num_asked:
+            if self._unanswered:
+                raise WorkerEnded(CallFailure(EXIT, "its process left out answers"))
+            self.is_asked = False
+        return False
 
-        With `each`, every message has so many seconds.
-        """
-        late = time.monotonic() + seconds
-        while True:
-            while (message := self._next()) is None:
-                if time.monotonic() > late:
-                    raise WorkerEnded(CallFailure(TIMEOUT, f"no answer within {seconds:g} s{hint}"))
-                self._output.wait_with(self._channel.connection)
-                if not self._channel.read():
-                    raise WorkerEnded(CallFailure(EXIT, "its process ended"))
-            if "ended" in message:
-                kind = MEMORY if message.get("kind") == MEMORY else EXIT
-                raise WorkerEnded(CallFailure(kind, str(message["ended"])))
-            yield message
-            if each:
-                late = time.monotonic() + seconds
+    def message(self, late: float) -> dict[str, Any] | None:
+        """Waits for a message, until `late` (of time.monotonic); returns None if there is none. Raises WorkerEnded."""
+        left = 0.0
+        while (message := self._next()) is None:
+            if left < 0:
+                return None
+            left = late - time.monotonic()
+            self._output.wait_with(self._channel.connection, min(TICK_SECONDS, max(0.0, left)))
+            if not self._channel.read():
+                raise WorkerEnded(CallFailure(EXIT, "its process ended"))
+        if "ended" in message:
+            kind = MEMORY if message.get("kind") == MEMORY else EXIT
+            raise WorkerEnded(CallFailure(kind, str(message["ended"])))
+        return message
 
     def _next(self) -> dict[str, Any] | None:
         try:
@@ -251,9 +296,9 @@ class Output:
             fcntl.fcntl(read_end, fcntl.F_SETPIPE_SZ, READ_BYTES)
         self._kept, self._num_bytes = b"", 0
 
-    def wait_with(self, channel: socket.socket) -> None:
-        """Waits a tick for what is printed or comes on `channel`, and takes what is printed."""
-        wait([channel, self._read_end.fileno()], TICK_SECONDS)
+    def wait_with(self, channel: socket.socket, seconds: float) -> None:
+        """Waits for what is printed or comes on `channel`, and takes what is printed."""
+        wait([channel, self._read_end.fileno()], seconds)
         self._collect()
 
     def _collect(self) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from selectors import EVENT_READ, EVENT_WRITE, PollSelector
 from typing import Any
 
 from mindgrpo.processes.fork import AnsweringChannel, Channel, end_forked, fork
@@ -57,6 +58,7 @@ class ForkedProcess:
     index: int | None = None
     closes: bool = False
     started: float = 0.0
+    deadline: float = 0.0
     memory: int = 0
 
     def location(self, until: float) -> str:
@@ -78,31 +80,57 @@ class ForkedProcesses:
         self._answer, self._report, self._memory = answer, report, memory
         self._by_session: dict[int, ForkedProcess] = {}
         self._busy: dict[socket.socket, ForkedProcess] = {}
-        self._baseline = 0
+        self._waiting: deque[tuple[int, Task, float]] = deque()
+        self._allowed, self._last_answer, self._baseline = 0, 0.0, 0
         # Each process has a descriptor here.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    def ask(self, tasks: Mapping[int, Task], deadline: float) -> None:
-        """Reports the answers to `tasks`, by index, as they come; each may take `deadline` seconds."""
-        self._baseline = memory_of(os.getpid())
-        waiting, allowed = deque(tasks.items()), 2 * len(os.sched_getaffinity(0))
-        last_answer = time.monotonic()
-        while waiting or self._busy:
-            while waiting and len(self._busy) < allowed:
-                self._begin(*waiting.popleft())
-            ready = wait(list(self._busy), TICK_SECONDS)
-            for channel in ready:
-                self._collect(self._busy[channel])  # type: ignore[index]
-            now = time.monotonic()
-            self._stop_late(now, deadline)
-            self._stop_largest()
-            if ready:
-                last_answer = now
-            elif waiting and now - last_answer > PATIENCE_SECONDS:
-                allowed, last_answer = min(GROWTH * allowed, MOST_AT_ONCE), now
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._busy or self._waiting)
 
-    def _begin(self, index: int, task: Task) -> None:
+    def add(self, tasks: Mapping[int, Task], deadline: float) -> None:
+        """Takes in tasks by index, beside those that are not answered; each may take `deadline` seconds."""
+        self._baseline = memory_of(os.getpid())
+        if not self.is_busy:
+            self._allowed = 2 * len(os.sched_getaffinity(0))
+            self._last_answer = time.monotonic()
+        self._waiting.extend((index, task, deadline) for index, task in tasks.items())
+        self._start_waiting()
+
+    def advance(self, rank: AnsweringChannel) -> bool:
+        """Reports the answers that come within a tick, and starts tasks in their place.
+
+        Returns whether `rank` can be read, which is waited for without end where nothing is being answered.
+        """
+        with PollSelector() as selector:
+            for connection in self._busy:
+                selector.register(connection, EVENT_READ)
+            selector.register(rank.connection, EVENT_READ | (EVENT_WRITE if rank.unsent else 0))
+            ready = selector.select(TICK_SECONDS if self._busy else None)
+        events = {key.fileobj: events for key, events in ready}
+        of_rank = events.pop(rank.connection, 0)
+        if of_rank & EVENT_WRITE:
+            rank.send_more()
+        for channel in events:
+            self._collect(self._busy[channel])  # type: ignore[index]
+        now = time.monotonic()
+        self._stop_late(now)
+        self._stop_largest()
+        if events:
+            self._last_answer = now
+        elif self._waiting and now - self._last_answer > PATIENCE_SECONDS:
+            self._allowed = min(GROWTH * self._allowed, MOST_AT_ONCE)
+            self._last_answer = now
+        self._start_waiting()
+        return bool(of_rank & EVENT_READ)
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._busy) < self._allowed:
+            self._begin(*self._waiting.popleft())
+
+    def _begin(self, index: int, task: Task, deadline: float) -> None:
         assert task.session is not None
         process = self._by_session.get(task.session)
         if task.opens:
@@ -118,7 +146,8 @@ class ForkedProcesses:
         else:
             process.channel.drop()
             process.channel.send(task.content, SEND_SECONDS)
-        process.index, process.closes, process.started = index, task.closes, time.monotonic()
+        process.index, process.closes = index, task.closes
+        process.started, process.deadline = time.monotonic(), deadline
         self._busy[process.channel.connection] = process
 
     def _fork(self, session: int, content: Any) -> ForkedProcess:
@@ -172,13 +201,13 @@ class ForkedProcesses:
         if process.index is not None:
             self._report(process.index, failure or CallFailure(EXIT, f"its process {how}"))
 
-    def _stop_late(self, now: float, deadline: float) -> None:
-        late = [process for process in self._busy.values() if now - process.started > deadline]
+    def _stop_late(self, now: float) -> None:
+        late = [p for p in self._busy.values() if now - p.started > p.deadline]
         for process in late:
             os.kill(process.pid, TRACEBACK_SIGNAL)
         for process in late:
             where = process.location(now + TRACEBACK_SECONDS)
-            message = f"no answer within {deadline:g} s{where}{hint_at(running_threads())}"
+            message = f"no answer within {process.deadline:g} s{where}{hint_at(running_threads())}"
             self._stop(process, CallFailure(TIMEOUT, message))
 
     def _used_by(self, process: ForkedProcess) -> int:

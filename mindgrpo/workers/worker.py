@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -111,7 +111,8 @@ def serve(connection: socket.socket) -> None:
     send = channel.send
 
     def report(index: int, answer: Any) -> None:
-        send({"index": index, **to_message(answer)})
+        # The rank takes answers when it has time, and the deadlines of other tasks do not wait for that.
+        channel.post({"index": index, **to_message(answer)})
 
     order: Order = channel.receive()
     sys.path[:] = order.search_path
@@ -127,17 +128,23 @@ def serve(connection: socket.socket) -> None:
         return send({"refused": f"{order.what}: loading it takes {used}; raise it"})
     send({"loaded": service.description, "threads": running_threads()})
     forked = ForkedProcesses(service.answer, report, order.memory)
+    num_asked, is_told = 0, True
     while True:
-        asked: Sequence[Task]
+        if not (is_told or forked.is_busy):
+            # By a number: the rank may ask more before it has read this.
+            channel.post({"done": num_asked})
+            is_told = True
+        if not (channel.has_received() or forked.advance(channel)):
+            continue
+        asked: Mapping[int, Task]
         asked, deadline = channel.receive()
-        for index, task in enumerate(asked):
+        num_asked, is_told = num_asked + 1, False
+        for index, task in asked.items():
             if task.session is None:
                 answer = service.answer(task.content)
                 if memory_of(os.getpid()) > order.memory:
                     answer = CallFailure(MEMORY, too_much_memory(order.memory))
-                report(index, answer)
+                send({"index": index, **to_message(answer)})
                 if isinstance(answer, CallFailure) and answer.kind == MEMORY:
                     return  # what is left of this process is not fit to be asked more
-        in_sessions = {i: task for i, task in enumerate(asked) if task.session is not None}
-        forked.ask(in_sessions, deadline)
-        send({"done": True})
+        forked.add({i: task for i, task in asked.items() if task.session is not None}, deadline)

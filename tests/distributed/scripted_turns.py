@@ -45,8 +45,16 @@ class Suffix:
 
 
 class Pool:
-    def run(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        return [ToolAnswer(str(32 + len(call.name))) for call in calls]
+    def ask(
+        self, turns: Mapping[int, Sequence[ToolCall]], patience: float
+    ) -> dict[int, list[ToolAnswer]]:
+        return {
+            sample: [ToolAnswer(str(32 + len(call.name))) for call in calls]
+            for sample, calls in turns.items()
+        }
+
+    def end_all(self) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """Nothing was started."""
@@ -60,7 +68,7 @@ def parse(text: str) -> list[ToolCall]:
 class Environment:
     """For a pool."""
 
-    def ask(self, questions: Mapping[int, Question]) -> dict[int, Result]:
+    def ask(self, questions: Mapping[int, Question], patience: float) -> dict[int, Result]:
         return {sample: answer(question) for sample, question in questions.items()}
 
     def end_all(self) -> None:

@@ -7,7 +7,6 @@ has. Does not prove that a whole step trains on the right tokens: test_action_ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +59,8 @@ def conversations_of(engine: EmbeddedEngine) -> Rollout:
     driver = scripted(TURNS, has_environment=False, is_first=True)
     assert driver is not None
 
-    def generate(asked: Sequence[Request], turn: int) -> list[Sample]:
-        return engine.generate(asked, SAMPLING, replace(SeedKey(3, 0, 0), turn=turn), 1)
+    def generate(asked: Sequence[Request]) -> list[Sample]:
+        return engine.generate(asked, SAMPLING, SeedKey(3, 0, 0), 1)
 
     return collect(driver.run(requests, MAX_TOKENS, generate), 8, range(len(prompts)))
 

@@ -156,11 +156,13 @@ class EmbeddedEngine:
             self._check(request, sampling)
             limits += request.max_tokens or (sampling.max_tokens,) * len(request.samples)
         samples = [sample for request in requests for sample in request.samples]
-        keys = sample_keys(key.seed, key.purpose, key.step, samples, key.turn)
+        keys = [sample_keys(key.seed, key.purpose, key.step, r.samples, r.turn) for r in requests]
         prompts = [np.ascontiguousarray(request.prompt, np.int32) for request in requests]
         prompt_of = [i for i, request in enumerate(requests) for _ in request.samples]
         records = self._records_routes and key.purpose == ROLLOUT
-        return GenerationBatch.of(prompts, prompt_of, limits, keys, samples, records)
+        return GenerationBatch.of(
+            prompts, prompt_of, limits, np.concatenate(keys), samples, records
+        )
 
     def _check(self, request: Request, sampling: SamplingParams) -> None:
         if not 0 < len(request.prompt) <= self._max_prompt:

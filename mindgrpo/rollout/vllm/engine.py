@@ -278,7 +278,7 @@ def _generation(
     rows = []
     for request in requests:
         limits = request.max_tokens or (sampling.max_tokens,) * len(request.samples)
-        keys = sample_keys(key.seed, key.purpose, key.step, request.samples, key.turn).tolist()
+        keys = sample_keys(key.seed, key.purpose, key.step, request.samples, request.turn).tolist()
         samples = [{"seed": s, "max_tokens": n} for s, n in zip(keys, limits, strict=True)]
         rows.append({"prompt": request.prompt.tolist(), "samples": samples})
     settings = asdict(sampling) | {"top_k": max(0, sampling.top_k)}
