@@ -213,6 +213,18 @@ def test_a_stop_id_at_the_last_token_counts_as_stopped(generator_of: MakeGenerat
         assert completion.finish_reason == (STOPPED if stopped else LENGTH)
 
 
+def test_requests_of_different_turns_draw_together_what_each_turn_draws_by_itself(
+    generator_of: MakeGenerator,
+) -> None:
+    generator = generator_of()
+    requests = [replace(request, turn=i % 3) for i, request in enumerate(requests_of())]
+    turns = [run(generator, [r for r in requests if r.turn == turn]) for turn in range(3)]
+    assert_same(run(generator, requests), [sample for own in turns for sample in own])
+    first = {sample.number: sample.tokens.tolist() for sample in run(generator, requests_of())}
+    assert all(first[sample.number] == sample.tokens.tolist() for sample in turns[0])
+    assert any(first[sample.number] != sample.tokens.tolist() for sample in turns[1])
+
+
 def test_no_sample_stops_before_its_least_number_of_tokens(
     generator_of: MakeGenerator, assert_logps_agree: Agree
 ) -> None:

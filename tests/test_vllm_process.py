@@ -42,7 +42,7 @@ SAMPLING = SamplingParams(temperature=0.7, top_k=-1, top_p=0.9, max_tokens=5, st
 KEY = SeedKey(seed=3, purpose=0, step=4)
 REQUESTS = [
     Request(np.array([5, 6, 7], np.int32), (4, 5)),
-    Request(np.array([8], np.int32), (6,), max_tokens=(1,)),
+    Request(np.array([8], np.int32), (6,), max_tokens=(1,), turn=2),
 ]
 
 
@@ -113,7 +113,7 @@ def test_what_is_asked_for_reaches_the_engine_and_what_it_answers_the_caller(
     publish(engine, backend, 1)
     made = engine.generate(REQUESTS, SAMPLING, KEY, 1)
     asked = json.loads((tmp_path / "generate.json").read_text())
-    seeds = sample_keys(3, 0, 4, [4, 5, 6]).tolist()
+    seeds = [*sample_keys(3, 0, 4, [4, 5]).tolist(), *sample_keys(3, 0, 4, [6], 2).tolist()]
     assert [row["prompt"] for row in asked["requests"]] == [[5, 6, 7], [8]]
     assert [s["seed"] for row in asked["requests"] for s in row["samples"]] == seeds
     assert [s["max_tokens"] for row in asked["requests"] for s in row["samples"]] == [5, 5, 1]

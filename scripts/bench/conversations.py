@@ -4,16 +4,21 @@ conversations.py [--turn 24] [--answer 8] [--repeats 5] prints one JSON line. 25
 generator in one process; the two take turns, and medians are compared. `ratio` counts all tokens behind a prompt, those
 of tools too, `own_ratio` only what the policy wrote. Every turn calls the built-in calculator. Lengths are forced,
 weights and prompts random.
+
+With --seconds S, 32 conversations of 8 turns call a tool that takes 0 to S seconds, drawn by sample and turn: `ratio`
+compares the seconds where each continues when its reply is there with those where all wait for the slowest reply.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +30,7 @@ from mindgrpo.algorithm.sample import STOPPED, Request, Sample
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.config import memory_bytes
 from mindgrpo.grpo.roles import Roles
-from mindgrpo.rollout.conversations import Conversations
+from mindgrpo.rollout.conversations import Conversations, Reply
 from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
@@ -33,6 +38,8 @@ from mindgrpo.tools.pool import ToolPool
 from mindgrpo.workers.protocol import CallLimits
 
 PROMPTS, TURNS = 32, 3
+SLOW_PROMPTS, SLOW_TURNS = 4, 8
+SLOW_TOOL = f"{launching.HERE}/sleeping.py:sleeps"
 
 
 class AnyEnd(int):
@@ -55,15 +62,33 @@ class Suffix:
         return list(range(5, 5 + self.length))
 
 
-class NoText:
-    """For a tokenizer: what the policy wrote is of no interest here."""
+class Ids:
+    """For a tokenizer: a text is the ids in digits."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return ""
+        return " ".join(map(str, ids))
 
 
 def call(text: str) -> list[ToolCall]:
     return [ToolCall("calculator", {"expression": "1+1"})]
+
+
+@dataclass(frozen=True)
+class SlowCall:
+    """Parses a text as a call that takes 0 to `longest` seconds, as its hash says."""
+
+    longest: float
+
+    def __call__(self, text: str) -> list[ToolCall]:
+        share = zlib.crc32(text.encode()) / 2**32
+        return [ToolCall("sleeps", {"seconds": share * self.longest})]
+
+
+class InRounds(ToolTurns):
+    """Waits for all replies."""
+
+    def answer(self, asked: Mapping[int, Sequence[ToolCall]], patience: float) -> dict[int, Reply]:
+        return super().answer(asked, math.inf)
 
 
 @dataclass
@@ -75,21 +100,23 @@ class Generation:
     turn: int
     version: int
 
-    def complete(self, requests: Sequence[Request], turn: int) -> list[Sample]:
+    def complete(self, requests: Sequence[Request]) -> list[Sample]:
         capped = [replace(r, max_tokens=(self.turn,) * len(r.samples)) for r in requests]
-        key = SeedKey(0, 0, 0, turn)
-        made = self.roles.engine.generate(capped, self.sampling, key, self.version)
+        made = self.roles.engine.generate(capped, self.sampling, SeedKey(0, 0, 0), self.version)
         return [replace(sample, finish_reason=STOPPED) for sample in made]
 
 
 def in_turns(
-    generation: Generation, requests: Sequence[Request], pool: ToolPool, suffix: Suffix
+    generation: Generation,
+    requests: Sequence[Request],
+    responder: ToolTurns,
+    suffix: Suffix,
+    turns: int,
 ) -> tuple[int, float]:
     """Tokens behind prompts, and seconds."""
-    responder = ToolTurns(call, pool)
-    stand_ins: dict[str, Any] = {"tokenizer": NoText(), "suffix": suffix}
-    driver = Conversations(responder=responder, max_turns=TURNS, **stand_ins)
-    room = TURNS * generation.turn + (TURNS - 1) * suffix.length
+    stand_ins: dict[str, Any] = {"tokenizer": Ids(), "suffix": suffix}
+    driver = Conversations(responder=responder, max_turns=turns, **stand_ins)
+    room = length_of(generation.turn, suffix.length, turns)
     started = time.perf_counter()
     made = driver.run(requests, room, generation.complete)
     seconds = time.perf_counter() - started
@@ -99,7 +126,7 @@ def in_turns(
 def at_once(generation: Generation, requests: Sequence[Request], longest: int) -> tuple[int, float]:
     whole = replace(generation, turn=longest)
     started = time.perf_counter()
-    made = whole.complete(requests, 0)
+    made = whole.complete(requests)
     return sum(len(one.tokens) for one in made), time.perf_counter() - started
 
 
@@ -109,9 +136,15 @@ def requests_of(work: Work, number: int) -> list[Request]:
     return [Request(p, tuple(range(i * size, (i + 1) * size))) for i, p in enumerate(prompts)]
 
 
+def length_of(turn: int, answer: int, turns: int) -> int:
+    return turns * turn + (turns - 1) * answer
+
+
 def measure(given: argparse.Namespace) -> None:
-    longest = TURNS * given.turn + (TURNS - 1) * given.answer
-    work = replace(read_work(launching.HERE / "work.json"), prompts=PROMPTS, new_tokens=longest)
+    is_slow = given.seconds is not None
+    prompts, turns = (SLOW_PROMPTS, SLOW_TURNS) if is_slow else (PROMPTS, TURNS)
+    longest = length_of(given.turn, given.answer, turns)
+    work = replace(read_work(launching.HERE / "work.json"), prompts=prompts, new_tokens=longest)
     backend = assembly.join_ranks()
     if backend is None:
         return
@@ -123,32 +156,48 @@ def measure(given: argparse.Namespace) -> None:
     roles = assembly.roles_of(plan, backend, sampling)
     roles.refresh_engine()
     generation = Generation(roles, sampling, given.turn, roles.enter_rollout())
-    limits = CallLimits(10.0, memory_bytes(config.reward_config.memory))
-    pool = ToolPool(["calculator"], ["calculator"], limits)
-    speeds: dict[str, list[float]] = {"turns": [], "whole": []}
+    limits = CallLimits(10.0 + (given.seconds or 0.0), memory_bytes(config.reward_config.memory))
+    texts, names = ([SLOW_TOOL], ["sleeps"]) if is_slow else (["calculator"], ["calculator"])
+    pool, suffix = ToolPool(texts, names, limits), Suffix(given.answer)
+
+    def run(name: str, requests: Sequence[Request]) -> tuple[int, float]:
+        if name == "whole":
+            return at_once(generation, requests, longest)
+        parser = SlowCall(given.seconds) if is_slow else call
+        responder = (InRounds if name == "rounds" else ToolTurns)(parser, pool)
+        return in_turns(generation, requests, responder, suffix, turns)
+
+    seconds: dict[str, list[float]] = {"turns": [], "rounds" if is_slow else "whole": []}
     for number in range(given.repeats + 1):
-        requests = requests_of(work, number)
-        for name, (tokens, seconds) in (
-            ("turns", in_turns(generation, requests, pool, Suffix(given.answer))),
-            ("whole", at_once(generation, requests, longest)),
-        ):
+        for name, own in seconds.items():
+            tokens, took = run(name, requests_of(work, number))
             if tokens != work.samples * longest:
                 raise RuntimeError(f"{name}: {tokens} tokens")
             if number:  # the first one compiles
-                speeds[name].append(tokens / seconds)
+                own.append(took)
     pool.close()
-    turns, whole = (statistics.median(speeds[name]) for name in ("turns", "whole"))
-    figures = {"bench": "conversations", "turns_tokens_a_second": turns}
     launching.give_figures(
-        figures
-        | {
-            "whole_tokens_a_second": whole,
-            "ratio": turns / whole,
-            "own_ratio": turns / whole * TURNS * given.turn / longest,
-            "all": speeds,
-        }
+        {"bench": "conversations", **figures_of(seconds, work, given.turn, turns)}
     )
     backend.close()
+
+
+def figures_of(
+    seconds: dict[str, list[float]], work: Work, turn: int, turns: int
+) -> dict[str, Any]:
+    medians = {name: statistics.median(own) for name, own in seconds.items()}
+    if "rounds" in medians:
+        ratio = medians["turns"] / medians["rounds"]
+        return {"seconds": medians, "ratio": ratio, "all": seconds}
+    tokens = work.samples * work.new_tokens
+    ratio = medians["whole"] / medians["turns"]
+    return {
+        "turns_tokens_a_second": tokens / medians["turns"],
+        "whole_tokens_a_second": tokens / medians["whole"],
+        "ratio": ratio,
+        "own_ratio": ratio * turns * turn / work.new_tokens,
+        "all": {name: [tokens / one for one in own] for name, own in seconds.items()},
+    }
 
 
 def main() -> None:
@@ -156,6 +205,7 @@ def main() -> None:
     parser.add_argument("--turn", type=int, default=24, help="tokens of a turn")
     parser.add_argument("--answer", type=int, default=8, help="tokens between two turns")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, help="the longest reply of a slow tool")
     given = parser.parse_args()
     if launching.is_rank():
         measure(given)
