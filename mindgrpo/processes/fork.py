@@ -120,7 +120,7 @@ class AnsweringChannel:
         return pickle.load(self._received)
 
     def has_received(self) -> bool:
-        """Returns whether something has come by now; at the end too, it has not."""
+        """Returns whether `receive` has something to return by now; the end is nothing."""
         self.connection.setblocking(False)
         try:
             return bool(self._received.peek(1))

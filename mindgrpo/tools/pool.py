@@ -107,10 +107,10 @@ class ToolAnswer:
 
 @dataclass(frozen=True)
 class PlacedCall:
-    """Call number `place` of a turn of `sample`."""
+    """Call number `position` of a turn of `sample`."""
 
     sample: int
-    place: int
+    position: int
     call: ToolCall
 
 
@@ -138,10 +138,10 @@ class ToolPool:
         bounded, isolated = dict[int, PlacedCall](), dict[int, PlacedCall]()
         for sample, calls in turns.items():
             answers = self._answers[sample] = [self._refusal(call) for call in calls]
-            for place, call in enumerate(calls):
-                if answers[place] is None:
+            for position, call in enumerate(calls):
+                if answers[position] is None:
                     by_number = bounded if call.name in self._bounded else isolated
-                    by_number[next(self._numbers)] = PlacedCall(sample, place, call)
+                    by_number[next(self._numbers)] = PlacedCall(sample, position, call)
         self._begin(isolated | self._run_bounded(bounded), True)
         failure = self._collect(lambda: until if self._answered() else math.inf)
         self._fail([*self._asked], failure)
@@ -195,7 +195,7 @@ class ToolPool:
     def _record(self, number: int, answer: Any) -> None:
         read = ToolAnswer.of(answer)
         own = self._asked.pop(number)
-        self._answers[own.sample][own.place] = read
+        self._answers[own.sample][own.position] = read
 
     def _fail(self, numbers: Sequence[int], failure: CallFailure | None) -> None:
         if failure is not None:

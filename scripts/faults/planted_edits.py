@@ -373,9 +373,9 @@ FAULTS = (
     Fault(
         "answer-goes-to-another-call",
         "mindgrpo/tools/pool.py",
-        "answers[indices[number]] = ToolAnswer.of(answer)",
-        "answers[number] = ToolAnswer.of(answer)",
-        "beside a call that is refused, others get each other's answers",
+        "self._answers[own.sample][own.position] = read",
+        "self._answers[own.sample][len(self._asked)] = read",
+        "calls of a turn get each other's answers",
     ),
     Fault(
         "mean-of-a-trial-is-of-its-last-rows",
