@@ -120,7 +120,9 @@ def collect(
     """The answers until some are there, and why there are no others."""
     answers: dict[int, Any] = {}
     failure = worker.collect(
-        PATIENCE, answers.__setitem__, until=lambda: -math.inf if until(answers) else math.inf
+        PATIENCE,
+        lambda n, answer, _: answers.update({n: answer}),
+        until=lambda: -math.inf if until(answers) else math.inf,
     )
     return answers, failure
 

@@ -50,21 +50,23 @@ class EnvironmentPool:
         self._asked: set[int] = set()
         self._closing: set[int] = set()
         self._results: dict[int, Result] = {}
+        self._ready_since = math.inf
 
     def ask(
         self, questions: Mapping[int, Question], patience: float = math.inf
     ) -> dict[int, Result]:
         """Asks by sample, beside what is still to be answered, and returns the results that are there.
 
-        One is waited for if there is any, and all for `patience` seconds. Raises UserError where the class cannot be
-        loaded. An environment whose result is a CallFailure, or says that it is done, is asked to close and ended.
+        One is waited for if there is any, and all until one has been there for `patience` seconds. Raises UserError
+        where the class cannot be loaded. An environment whose result is a CallFailure, or says that it is done, is
+        asked to close and ended.
         """
         if questions:
             self._begin(questions)
             self._asked |= questions.keys()
             self._open |= questions.keys()
-        self._collect(time.monotonic() + patience)
-        results, self._results = self._results, {}
+        self._collect(patience)
+        results, self._results, self._ready_since = self._results, {}, math.inf
         return dict(sorted(results.items()))
 
     def end_all(self) -> None:
@@ -75,7 +77,7 @@ class EnvironmentPool:
         self._collect(math.inf)
         self._end(list(self._open))
         self._collect(math.inf)
-        self._results.clear()
+        self._results, self._ready_since = {}, math.inf
 
     def _end(self, samples: Iterable[int]) -> None:
         ended = sorted(self._open.intersection(samples))
@@ -99,24 +101,24 @@ class EnvironmentPool:
         }
         self._worker.begin(tasks, self._deadline, self._deadline + GRACE_SECONDS)
 
-    def _collect(self, until: float) -> None:
-        """Waits for a result, until `until` (of time.monotonic) for all; without end for closings too."""
+    def _collect(self, patience: float) -> None:
+        """Waits for results; for closings too, where patience has no end."""
         if not (self._asked or self._closing):
             return
 
         def enough() -> float:
-            if not self._asked:
-                return math.inf if until == math.inf else -math.inf
-            return until if self._results else math.inf
+            if self._asked or patience == math.inf:
+                return self._ready_since + patience
+            return -math.inf
 
         seconds = self._deadline + GRACE_SECONDS
         failure = self._worker.collect(seconds, self._record, until=enough)
         self._worker.take_output()
         if failure is not None:
             for sample in [*self._asked, *self._closing]:
-                self._record(sample, failure)
+                self._record(sample, failure, time.monotonic())
 
-    def _record(self, sample: int, answer: Any) -> None:
+    def _record(self, sample: int, answer: Any, at: float) -> None:
         if sample in self._closing:
             self._closing.remove(sample)
             return
@@ -124,6 +126,7 @@ class EnvironmentPool:
         result = answer if is_failure else Observation.from_json(answer)
         self._asked.remove(sample)
         self._results[sample] = result
+        self._ready_since = min(self._ready_since, at)
         if is_failure or result.is_done:
             self._end([sample])
 

@@ -92,7 +92,8 @@ class Responder(Protocol):
     def answer(self, asked: Asked, patience: float) -> Replies:
         """Takes in what was asked, by sample, and returns the replies that are there; called where it `runs_here`.
 
-        It waits for one if any is pending, here or from calls before, and for all of them for `patience` seconds.
+        It waits for one if any is pending, here or from calls before, and for all until one has been there for
+        `patience` seconds.
         """
 
     def end_rollout(self) -> None:
@@ -349,8 +350,8 @@ def run_together(
 ) -> Replies:
     """Gathers what every rank asks, has it answered where the responder runs, and gives the replies to all ranks.
 
-    These are all that are pending, or those that come within as long as it took since `began` (of time.monotonic), and
-    one at least: an engine's call takes about as long for few conversations as for many, so that what comes soon is
+    These are all that are pending, or those that are there when one has waited for as long as it took since `began` (of
+    time.monotonic): an engine's call takes about as long for few conversations as for many, so that what comes soon is
     worth waiting for. `own` is empty on ranks that repeat another's. Where the responder failed, raises RuntimeError or
     its UserError on every rank.
     """

@@ -126,28 +126,35 @@ class ToolPool:
         # By number, the calls that are still to be answered; by sample, the answers to a turn.
         self._asked: dict[int, PlacedCall] = {}
         self._answers: dict[int, list[ToolAnswer | None]] = {}
+        self._ready_since = math.inf
 
     def ask(
         self, turns: Mapping[int, Sequence[ToolCall]], patience: float = math.inf
     ) -> dict[int, list[ToolAnswer]]:
         """Runs the calls of turns, by sample, beside what is still to be answered; returns the turns that are answered.
 
-        One is waited for if there is any, and all for `patience` seconds. What fails is reported to the model.
+        One is waited for if there is any, and all until one has been there for `patience` seconds. What fails is
+        reported to the model.
         """
-        until = time.monotonic() + patience
         bounded, isolated = dict[int, PlacedCall](), dict[int, PlacedCall]()
         for sample, calls in turns.items():
             answers = self._answers[sample] = [self._refusal(call) for call in calls]
+            self._note_ready(sample, time.monotonic())
             for position, call in enumerate(calls):
                 if answers[position] is None:
                     by_number = bounded if call.name in self._bounded else isolated
                     by_number[next(self._numbers)] = PlacedCall(sample, position, call)
         self._begin(isolated | self._run_bounded(bounded), True)
-        failure = self._collect(lambda: until if self._answered() else math.inf)
+        failure = self._collect(lambda: self._ready_since + patience)
         self._fail([*self._asked], failure)
-        whole = self._answered()
+        whole = {
+            sample: [answer for answer in answers if answer is not None]
+            for sample, answers in self._answers.items()
+            if None not in answers
+        }
         for sample in whole:
             del self._answers[sample]
+        self._ready_since = math.inf
         return whole
 
     def end_all(self) -> None:
@@ -156,6 +163,7 @@ class ToolPool:
             self._worker.stop()
         self._asked.clear()
         self._answers.clear()
+        self._ready_since = math.inf
 
     def _refusal(self, call: ToolCall) -> ToolAnswer | None:
         if call.error is not None:
@@ -192,23 +200,21 @@ class ToolPool:
         self._worker.take_output()
         return failure
 
-    def _record(self, number: int, answer: Any) -> None:
+    def _record(self, number: int, answer: Any, at: float) -> None:
         read = ToolAnswer.of(answer)
         own = self._asked.pop(number)
         self._answers[own.sample][own.position] = read
+        self._note_ready(own.sample, at)
+
+    def _note_ready(self, sample: int, at: float) -> None:
+        if None not in self._answers[sample]:
+            self._ready_since = min(self._ready_since, at)
 
     def _fail(self, numbers: Sequence[int], failure: CallFailure | None) -> None:
         if failure is not None:
             for number in numbers:
                 if number in self._asked:
-                    self._record(number, failure)
-
-    def _answered(self) -> dict[int, list[ToolAnswer]]:
-        return {
-            sample: [answer for answer in answers if answer is not None]
-            for sample, answers in self._answers.items()
-            if None not in answers
-        }
+                    self._record(number, failure, time.monotonic())
 
     def close(self) -> None:
         """Ends the worker and whatever it started."""

@@ -124,7 +124,7 @@ class Worker:
         cannot be loaded.
         """
         self.begin(dict(enumerate(tasks)), deadline, seconds)
-        return self.collect(seconds, record, hint, each)
+        return self.collect(seconds, lambda n, answer, _: record(n, answer), hint, each)
 
     def begin(self, tasks: Mapping[int, Task], deadline: float, seconds: float) -> None:
         """Asks tasks by numbers that no unanswered task has, beside those that are still to be answered.
@@ -137,15 +137,15 @@ class Worker:
     def collect(
         self,
         seconds: float,
-        record: Callable[[int, Any], None],
+        record: Callable[[int, Any, float], None],
         hint: str = "",
         each: bool = True,
         until: Callable[[], float] = lambda: math.inf,
     ) -> CallFailure | None:
-        """Calls `record`, which may begin further tasks, with the number and answer of each task, as they come.
+        """Calls `record`, which may begin further tasks, with each task's number, its answer and when it was answered.
 
-        Returns None when all are answered, or at `until()` (of time.monotonic), asked after every answer. Else returns
-        why the others have none, as `ask` does, after `seconds` (with `each`: without an answer) at the latest.
+        Returns None when all are answered, or at `until()`, asked after every answer; times are of time.monotonic. Else
+        returns why the others have none, as `ask` does, after `seconds` (with `each`: without an answer) at the latest.
         """
         process = self._process
         if process is None:
@@ -160,7 +160,7 @@ class Worker:
                 if message is None:
                     raise WorkerEnded(CallFailure(TIMEOUT, f"no answer within {seconds:g} s{hint}"))
                 if process.takes_answer(message):
-                    record(message["index"], from_message(message))
+                    record(message["index"], from_message(message), float(message["at"]))
                 if each:
                     late = time.monotonic() + seconds
             return None

@@ -106,13 +106,17 @@ def printing_to(descriptor: int, target: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True)
 
 
+def answered(index: int, answer: Any) -> dict[str, Any]:
+    return {"index": index, "at": time.monotonic(), **to_message(answer)}
+
+
 def serve(connection: socket.socket) -> None:
     channel = AnsweringChannel(connection)
     send = channel.send
 
     def report(index: int, answer: Any) -> None:
         # The rank takes answers when it has time, and the deadlines of other tasks do not wait for that.
-        channel.post({"index": index, **to_message(answer)})
+        channel.post(answered(index, answer))
 
     order: Order = channel.receive()
     sys.path[:] = order.search_path
@@ -144,7 +148,7 @@ def serve(connection: socket.socket) -> None:
                 answer = service.answer(task.content)
                 if memory_of(os.getpid()) > order.memory:
                     answer = CallFailure(MEMORY, too_much_memory(order.memory))
-                send({"index": index, **to_message(answer)})
+                send(answered(index, answer))
                 if isinstance(answer, CallFailure) and answer.kind == MEMORY:
                     return  # what is left of this process is not fit to be asked more
         forked.add({i: task for i, task in asked.items() if task.session is not None}, deadline)
