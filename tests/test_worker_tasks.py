@@ -224,6 +224,44 @@ def test_calls_that_nobody_waits_for_any_more_are_ended(tools: ToolPool, path: P
     assert list(tools.ask({1: [ToolCall("calculator", {"expression": "2 + 2"})]})) == [1]
 
 
+class Noting:
+    """For a worker: notes until when it is to wait, before two answers and after each."""
+
+    is_running = False
+
+    def __init__(self, answer: Any) -> None:
+        self._answer, self.until = answer, list[float]()
+
+    def begin(self, *_: Any) -> None:
+        """Nothing is started."""
+
+    def take_output(self) -> None:
+        """Nothing was printed."""
+
+    def collect(self, seconds: float, record: Any, until: Callable[[], float]) -> None:
+        self.until.append(until())
+        for number, at in ((1, 7.0), (0, 5.0)):
+            record(number, self._answer, at)
+            self.until.append(until())
+
+
+@pytest.mark.parametrize("has_environment", [False, True], ids=["tools", "environment"])
+def test_others_are_waited_for_from_when_the_first_result_was_there(
+    tools: ToolPool,
+    environments: EnvironmentPool,
+    monkeypatch: pytest.MonkeyPatch,
+    has_environment: bool,
+) -> None:
+    pool: Any = environments if has_environment else tools
+    noting = Noting(Observation((), 1.0).as_json() if has_environment else "text")
+    monkeypatch.setattr(pool, "_worker", noting)
+    call = [ToolCall("makes", {"path": ""})]
+    questions = dict.fromkeys(range(3), "on" if has_environment else call)
+    assert sorted(pool.ask(questions, 3.0)) == [0, 1]
+    assert noting.until == [math.inf, 10.0, 8.0]
+    assert pool._ready_since == math.inf
+
+
 def opened(pool: EnvironmentPool, path: Path, count: int) -> list[Path]:
     """Where those that close write."""
     closed = [path.with_name(f"closed{i}") for i in range(count)]
