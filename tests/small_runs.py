@@ -73,10 +73,7 @@ ONE_GRAPH = (
     "--rl_config.updates_per_rollout=1",
 )
 TOKEN_ARRAYS = ("logprob", "gap", "log_ratio", "entropy", "kl")
-OWN_OF_A_SESSION = (
-    *("time/", "memory/", "reshard/", "checkpoint/", "compiles", "late_compiles"),
-    "rollout/slot_occupancy",  # in conversations, of when replies come
-)
+OWN_OF_A_SESSION = ("time/", "memory/", "reshard/", "checkpoint/", "compiles", "late_compiles")
 
 
 def make_inputs(folder: Path, layers: int = 1) -> None:

@@ -76,7 +76,7 @@ def cached_results(
         Tensor(np.repeat(mask[:, None], heads.kv, 0)),
         Tensor(angles[columns][:, None]),
         Tensor(table.cache_rows(np.arange(4), columns)),
-        Tensor(table.pages(read)),
+        Tensor(table.pages(np.arange(4), read)),
     )
     decode = AttentionToCache(kernels, heads, *buffers)
     outs.append(decode(Tensor(floats(4, heads.width, seed=3)), *weights, *inputs))

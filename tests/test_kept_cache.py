@@ -48,9 +48,14 @@ def weights(backend: CpuBackend) -> Weights:
 
 
 def engine(
-    backend: CpuBackend, weights: Weights, sampling: SamplingParams, goes_on: bool, slots: int = 32
+    backend: CpuBackend,
+    weights: Weights,
+    sampling: SamplingParams,
+    goes_on: bool,
+    slots: int = 32,
+    draft_rows: int = 0,
 ) -> EmbeddedEngine:
-    room = KVCacheConfig(slots, GROUP, None, LONGEST, MAX_TOKENS, goes_on)
+    room = KVCacheConfig(slots, GROUP, None, LONGEST, MAX_TOKENS, goes_on, draft_rows, 1 << 16)
     made = EmbeddedEngine(CONFIG, LAYOUT, backend, sampling, room, kernels_named("native"))
 
     def copy() -> None:
@@ -90,6 +95,7 @@ def converse(made: EmbeddedEngine) -> tuple[list[list[Sample]], list[int]]:
     return rounds, computed
 
 
+@pytest.mark.parametrize("draft_rows", [0, 9])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -105,13 +111,14 @@ def test_a_conversation_from_kept_keys_is_the_one_that_is_computed_again(
     backend: CpuBackend,
     weights: Weights,
     settings: dict[str, float],
+    draft_rows: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(kept_module, "FULL_STEP_ROWS", 1)  # also where few go on
     # Every other token ends a turn.
     sampling = replace(SETTINGS, stop_ids=tuple(range(0, VOCAB, 2)), **settings)
     kept, again = (
-        engine(backend, weights, sampling, True),
+        engine(backend, weights, sampling, True, draft_rows=draft_rows),
         engine(backend, weights, sampling, False),
     )
     (ours, computed), (expected, _) = converse(kept), converse(again)

@@ -282,10 +282,17 @@ def latent_layer(rng: Generator, shape: LocalModelShape, has_experts: bool) -> L
 
 
 def likeliest(
-    shape: LocalModelShape, weights: tuple[list[LayerWeights], TokenWeights], prompts: list[Any]
+    shape: LocalModelShape,
+    weights: tuple[list[LayerWeights], TokenWeights],
+    prompts: list[Any],
+    guessed: np.ndarray | None = None,
 ) -> GenerationBatch:
-    """Four tokens behind each prompt, in memory of exactly the size that they are said to need."""
-    rows, room = len(prompts), KVCacheConfig(len(prompts), 1, None, 16, 4)
+    """Four tokens behind each prompt, in memory of exactly the size that they are said to need.
+
+    Of `guessed` [rows, 4] the two that may come next are drafts in each step.
+    """
+    rows = len(prompts)
+    room = KVCacheConfig(rows, 1, None, 16, 4, draft_rows=0 if guessed is None else 2 * rows)
     sizes = KVCacheSizes.of(room, shape, False)
     beside = [np.zeros(size, np.float32) for size in (sizes.scratch, sizes.inputs, sizes.starts)]
     memory = Memory(np.zeros(sizes.cache, np.float32), *beside, np.zeros(0, np.float32))
@@ -304,8 +311,16 @@ def likeliest(
         slots.fill(prompt[:-1], prefixes, seen, start[:0])
         slots.fill(prompt[-1:], prefixes[:0], seen[:0], start)
         slots.enqueue(row, row)
-    while slots.decode(1):
-        pass
+    left = rows
+    while left:
+        drafts = []
+        if guessed is not None:
+            made = [(i, job.lengths[i]) for i in slots.running]
+            drafts = [guessed[i, length : length + 2].tolist() for i, length in made]
+        left = slots.decode(1, drafts)
+    if guessed is not None:
+        steps, _, drafted, accepted = slots.counts
+        assert steps <= 4 and (rows == 1 or 0 < accepted < drafted)
     return job
 
 
@@ -320,6 +335,10 @@ def test_latents_that_a_slot_keeps_are_those_of_the_same_tokens_in_a_prompt(
     weights = layers, TokenWeights(floats(rng, shape.hidden), table, table)
     prompts = [rng.integers(0, 23, 2 + i % 12).astype(np.int32) for i in range(rows)]
     whole = likeliest(shape, weights, prompts)
+    guessed = np.where(rng.random(whole.tokens.shape) < 0.7, whole.tokens, 22 - whole.tokens)
+    drafting = likeliest(shape, weights, prompts, guessed)
+    np.testing.assert_array_equal(drafting.tokens, whole.tokens)
+    np.testing.assert_array_equal(drafting.logps, whole.logps)
     further = [np.concatenate([p, own[:2]]) for p, own in zip(prompts, whole.tokens, strict=True)]
     again = likeliest(shape, weights, further)
     np.testing.assert_array_equal(again.tokens[:, :2], whole.tokens[:, 2:])

@@ -136,6 +136,7 @@ def test_what_is_asked_for_reaches_the_engine_and_what_it_answers_the_caller(
     assert [one.finish_reason for one in made] == [STOPPED, STOPPED, LENGTH]
     assert made[0].logps.tolist() == [-0.5, -0.25] and made[0].versions.tolist() == [1, 1]
     assert engine.stats.tokens == 5 and engine.stats.prompt_tokens == 7
+    assert (engine.stats.drafted, engine.stats.accepted) == (3, 2)
     assert engine.capabilities.release == "9.9"
     start = json.loads((tmp_path / "start.json").read_text())
     assert start["tensor_parallel"] == 1 and start["arguments"] == {"max_num_seqs": 8}

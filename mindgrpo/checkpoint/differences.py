@@ -41,6 +41,7 @@ REPORTED = (
     *("rl_config.deterministic", "rl_config.batch_size", "rl_config.packing", "rl_config.pack_num"),
     *("rl_config.seq_length", "rl_config.micro_batch_interleaved"),
     *("ref_config.ref_model_batch_size", "generate_config.max_num_seqs"),
+    "generate_config.draft_",
     *("actor_config.recompute_config.", "actor_config.optimizer.opt_offload"),
     *("critic_config.recompute_config.", "critic_config.optimizer.opt_offload"),
     *("actor_config.enable_parallel_optimizer", "critic_config.enable_parallel_optimizer"),

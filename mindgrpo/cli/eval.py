@@ -93,7 +93,8 @@ class EvaluationInputs(RolloutInputs):
         prompts = -(-self.num_prompts // self.layout.mesh.dp)
         slots = min(prompts * group, generate.max_num_seqs or MOST_SLOTS)
         longest, goes_on = generate.sampling_config.max_tokens, config.rl_config.has_conversations
-        return KVCacheConfig(slots, group, prompts, config.longest_context, longest, goes_on)
+        sizes = slots, group, prompts, config.longest_context, longest, goes_on
+        return KVCacheConfig(*sizes, generate.draft_rows)
 
 
 def mesh_for(asked: GenerateParallelConfig, world_size: int) -> GenerateParallelConfig:

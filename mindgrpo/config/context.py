@@ -51,6 +51,8 @@ class RooflineConfig(Section):
     """number of tokens per prompt; null: a tenth of max_prompt_length"""
     completion_tokens: int | None = Field(None, ge=1)
     """mean number of tokens per completion, the longest having max_tokens; null: 60 % of max_tokens"""
+    accepted_drafts: float = Field(0.0, ge=0)
+    """mean number of drafted tokens that are accepted with each token that is not (generate_config.draft_rows)"""
     matmul_tflops: float | None = Field(None, gt=0)
     """peak of matrix products in 16 bits, in TFLOP/s"""
     float32_tflops: float | None = Field(None, gt=0)

@@ -313,6 +313,13 @@ class GenerateConfig(Section):
     """maximum length of prompt and completion together in tokens; null: max_prompt_length + max_tokens"""
     max_num_seqs: int | None = Field(None, ge=1)
     """maximum number of sequences in flight on each data-parallel rank; null: no limit"""
+    draft_rows: int | Literal["auto"] = "auto"
+    """embedded generator: number of rows of a decode step, beyond one per sequence, that check drafts; on devices, rows
+    of ended sequences do too; drafts are found in texts of the same prompt and change no token, only how many steps
+    a rollout takes; auto: as many as cost nothing; 0: no drafts"""
+    draft_history: int = Field(64, ge=0)
+    """embedded generator: MiB of host memory per rank for the latest completions of each prompt, to draft from in the
+    next epoch; not saved in checkpoints; 0: draft only from the present rollout"""
     max_prompt_length: int = Field(512, ge=1)
     """maximum length of a prompt in tokens"""
     max_num_batched_tokens: int | None = Field(None, ge=1)
@@ -327,6 +334,13 @@ class GenerateConfig(Section):
     gets new ones; what is not contiguous takes as much memory beside the weights"""
     sampling_config: SamplingConfig = SamplingConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @field_validator("draft_rows")
+    @classmethod
+    def _counts_rows(cls, rows: object) -> object:
+        if isinstance(rows, int) and rows < 0:
+            raise ValueError("must be auto, 0 or more")
+        return rows
 
     @property
     def bucket_bytes(self) -> int:

@@ -355,8 +355,7 @@ def resources(outcome: StepOutcome, roles: TrainedRoles) -> dict[str, Any]:
         "host_device_bytes": sum(rank[3] for rank in ranks),
         "reshard/bytes": sum(rank[1] for rank in ranks),
         "reshard/seconds": traffic.seconds,
-        "rollout/wasted_fraction": rollout.wasted,
-        "rollout/slot_occupancy": rollout.occupancy,
+        **rollout.figures(),
         "compiles": len(backend.compile_log.entries),
         "late_compiles": outcome.late_compiles,
     }

@@ -473,6 +473,6 @@ def _rollout_bytes(plan: RunPlan) -> int:
         gathered = 2 * heads.kv * heads.dim * graphs.itemsize
         attention = length * (3 * heads.queries * FLOAT + gathered)
     rows = SAMPLING_ROWS * graphs.vocabulary * FLOAT + length * FLOAT + attention
-    one_token = replace(graphs, tokens=cache.slots, row_length=1)
-    decode = cache.slots * rows + forward_bytes(one_token, has_head=False)
+    one_token = replace(graphs, tokens=cache.rows, row_length=1)
+    decode = cache.rows * rows + forward_bytes(one_token, has_head=False)
     return max(forward_bytes(graphs, has_head=False), decode)

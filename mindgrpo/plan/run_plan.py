@@ -313,7 +313,8 @@ class RunPlan:
         # Partial rollouts recompute the partial completions: slots that are as long as a chunk are worth more.
         continues = self.config.rl_config.has_conversations and not is_partial
         context = self.config.longest_context
-        return KVCacheConfig(slots, group, prompts, context, longest, continues)
+        sizes = slots, group, prompts, context, longest, continues
+        return KVCacheConfig(*sizes, generate.draft_rows, generate.draft_history << 20)
 
     @property
     def device_memory(self) -> int | None:

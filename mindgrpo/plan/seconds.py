@@ -467,11 +467,13 @@ class Roofline:
         own = math.ceil(samples.count / share.mesh.dp)
         slots, prompts = min(cache.slots, own), math.ceil(own / samples.group)
         steps = (math.ceil(own / slots) - 1) * samples.completion + samples.longest
+        if cache.draft_rows != 0:
+            steps /= 1.0 + self.plan.config.context.roofline.accepted_drafts
         cached = read = samples.prompt + samples.completion / 2
         active, tokens, calls = own * samples.completion / steps, prompts * samples.prompt, 1
         if not self._is_native:
             # Slots whose sample has ended are computed with the others, and prompts come padded.
-            active, tokens = float(slots), prompts * cache.max_prompt
+            active, tokens = float(slots + cache.rows - cache.slots), prompts * cache.max_prompt
             read = read_length(cache.longest, samples.prompt + samples.longest // 2)
             calls = math.ceil(prompts / cache.prompts_at_once)
         # The few rows of a token stay in the caches between kernels; the keys and values of slots are read.

@@ -7,7 +7,7 @@ The steps and evaluations of a run use this protocol alone. `embedded/` implemen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol, TypeVar
 
 from mindgrpo.algorithm.sample import Request, Sample
@@ -22,27 +22,33 @@ from mindgrpo.weights.local_weights import Weights
 @dataclass(frozen=True)
 class RolloutStats:
     """`tokens` that were asked for, `rows` computed for them, `places` in slots over all steps, `prompt_tokens`
-    computed."""
+    computed; decode `steps`, tokens `drafted` in them, and those of these that were right."""
 
     tokens: int = 0
     rows: int = 0
     places: int = 0
     prompt_tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     @classmethod
     def total(cls, usages: Sequence[RolloutStats]) -> RolloutStats:
-        columns = zip(*((u.tokens, u.rows, u.places, u.prompt_tokens) for u in usages), strict=True)
+        columns = zip(*map(astuple, usages), strict=True)
         return cls(*(sum(column) for column in columns))
 
-    @property
-    def wasted(self) -> float:
-        """Returns the share of rows that made no token of any sample."""
-        return 1.0 - self.tokens / self.rows if self.rows else 0.0
-
-    @property
-    def occupancy(self) -> float:
-        """Returns the share of slots that were in use, averaged over steps."""
-        return self.rows / self.places if self.places else 0.0
+    def figures(self) -> dict[str, float]:
+        """Returns metrics of what was counted: the share of rows that made no token of any sample, the share of slots
+        in use, averaged over decode steps, these steps, and where there were any, drafts and those that were right."""
+        figures: dict[str, float] = {}
+        if self.places:
+            figures["rollout/wasted_fraction"] = 1.0 - self.tokens / self.rows
+            figures["rollout/slot_occupancy"] = self.rows / self.places
+        if self.steps:
+            figures["rollout/decode_steps"] = self.steps
+        if self.drafted:
+            figures |= {"rollout/drafted": self.drafted, "rollout/accepted": self.accepted}
+        return figures
 
 
 Result = TypeVar("Result")

@@ -25,8 +25,8 @@ NO_TOKENS = np.zeros(0, np.int32)
 class Replicas:
     """`engine` on every rank of `mesh`, whose data-parallel replicas share the prompts out in order.
 
-    `stats` are this rank's, of all rollouts since they were last set. With `conversations` completions may have several
-    turns.
+    `stats` are of all rollouts since they were last set, on the first rank of each replica. With `conversations`
+    completions may have several turns.
     """
 
     engine: RolloutEngine
@@ -141,5 +141,10 @@ class Replicas:
         self, requests: Sequence[Request], sampling: SamplingParams, key: SeedKey, version: int
     ) -> list[Sample]:
         samples = self.engine.generate(requests, sampling, key, version)
-        self.stats = RolloutStats.total([self.stats, self.engine.stats])
+        if self._is_first:
+            stats = self.engine.stats
+            if self.conversations is not None:
+                # Which turns are decoded together depends on when replies come.
+                stats = replace(stats, rows=0, places=0, steps=0)
+            self.stats = RolloutStats.total([self.stats, stats])
         return samples

@@ -178,7 +178,9 @@ class Run:
         }
         sampling = SamplingParams(**(settings | self.recipe.sampling))
         longest, goes_on = self.recipe.longest, self.recipe.longest > c.MAX_PROMPT
-        room = KVCacheConfig(c.SLOTS, c.NUM_GENERATIONS, None, longest, c.MAX_TOKENS, goes_on)
+        sizes = c.SLOTS, c.NUM_GENERATIONS, None, longest, c.MAX_TOKENS, goes_on
+        # With drafts, which change no token: also where ranks make the guesses of a model that they share.
+        room = KVCacheConfig(*sizes, draft_rows=4, draft_history=1 << 16)
         return EmbeddedEngine(
             self.config,
             self.infer,

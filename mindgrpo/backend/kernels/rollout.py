@@ -188,11 +188,12 @@ class KVCacheLayout:
 class Memory:
     """Flat views of the generator's pools.
 
-    `cache`: keys and values. `scratch` float32: workspace of the kernels. `inputs` float32 [slots * hidden]: the next
-    input embedding of each slot. `starts` float32 [prefix blocks * hidden]: the embedding of each prompt's last token,
-    the first input of its samples. `seen`: one byte for each slot and token of this rank's vocabulary shard, for the
-    repetition penalty. `packed`: weights packed for bfloat16 GEMMs (LocalModelShape.packed_sizes), if any. `parked`
-    float32 [slots * hidden]: next input embeddings of ended samples that may continue later.
+    `cache`: keys and values. `scratch` float32: workspace of the kernels. `inputs` float32 [rows * hidden]: the input
+    embedding of each row of the next decode step, which has at most so many. `starts` float32 [prefix blocks * hidden]:
+    the embedding of each prompt's last token, the first input of its samples. `seen`: one byte for each slot and token
+    of this rank's vocabulary shard, for the repetition penalty. `packed`: weights packed for bfloat16 GEMMs
+    (LocalModelShape.packed_sizes), if any. `parked` float32 [slots * hidden]: next input embeddings of ended samples
+    that may continue later.
     """
 
     cache: np.ndarray

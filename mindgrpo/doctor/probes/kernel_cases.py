@@ -331,20 +331,24 @@ def _prefill(sizes: Sizes, dtype: Dtype) -> Case:
     )
 
 
-def _cached(name: str, sizes: Sizes, dtype: Dtype, is_shared: bool, **others: Any) -> Case:
-    """Makes a case of a token of each slot, of different lengths; their first half of pages is one for all if shared.
+def _cached(
+    name: str, sizes: Sizes, dtype: Dtype, is_shared: bool, a_slot: int = 1, **others: Any
+) -> Case:
+    """Makes a case of `a_slot` tokens in a row of each slot, of different lengths; half of the pages may be shared.
 
-    Then there are fewer pages than slots read, taken together.
+    Then there are fewer pages than slots read, taken together. Tokens of one slot see each other's keys and values.
     """
     heads, slots, page = Heads(*sizes.heads, **others), sizes.slots, sizes.page
     length, rows, num_pages = sizes.cache, slots * heads.kv, sizes.cache // page
     shared = num_pages // 2 if is_shared else 0
-    at = np.resize([shared * page + 5, shared * page, length - 1], slots)
+    slot, ahead = np.divmod(np.arange(slots), a_slot)
+    at = np.resize([shared * page + 5, shared * page, length - a_slot], slots)[slot] + ahead
     mask = np.where(np.arange(length) <= at[:, None], 0.0, NEVER).astype(np.float32)
     count = heads.kv * (shared + slots * (num_pages - shared))
     order = np.random.default_rng(0).permutation(count).astype(np.int32)
     of_all = np.tile(order[: shared * heads.kv].reshape(heads.kv, shared), (slots, 1))
     pages = np.concatenate([of_all, order[shared * heads.kv :].reshape(rows, -1)], 1)
+    pages = pages.reshape(slots, heads.kv, -1)[slot].reshape(rows, -1)
     column = np.repeat(at, heads.kv)
     places = pages[np.arange(rows), column // page] * page + column % page
     inputs = [*_qkv(heads, slots), np.repeat(mask[:, None], heads.kv, 0)]
@@ -484,4 +488,5 @@ def cases(sizes: Sizes, dtype: Dtype) -> list[Case]:
         _prefill(sizes, dtype),
         _cached("attention to the cache", sizes, dtype, False, has_bias=True),
         _cached("attention to shared pages", sizes, dtype, True, norm_eps=1e-6),
+        _cached("attention of drafts", sizes, dtype, False, a_slot=2, norm_eps=1e-6),
     ]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mindgrpo.backend.dtypes import ITEM_BYTES, Dtype
 from mindgrpo.backend.kernels.rollout import KVCacheLayout, LocalModelShape
 from mindgrpo.backend.kernels.shapes import Heads
 from mindgrpo.models.decoder_config import DecoderConfig
+from mindgrpo.rollout.embedded.drafts import FREE_ROWS
 
 # Positions are counted in full vectors of the kernels.
 LANES = 16
@@ -55,7 +57,9 @@ def read_length(length: int, position: int) -> int:
 class KVCacheConfig:
     """For `slots` samples at a time of `group` a prompt, `prompts` of them in a rollout (None: no limit).
 
-    With `goes_on` a sample that has ended may continue from its keys, after tokens that others wrote.
+    With `goes_on` a sample that has ended may continue from its keys, after tokens that others wrote. `draft_rows` of a
+    decode step beyond its slots check drafts, as rows of ended samples do; "auto": as many as cost nothing; 0: no
+    drafts. What is drafted is also found in at most `draft_history` bytes of earlier completions.
     """
 
     slots: int
@@ -64,6 +68,15 @@ class KVCacheConfig:
     max_prompt: int
     max_tokens: int
     goes_on: bool = False
+    draft_rows: int | Literal["auto"] = 0
+    draft_history: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Counts the most rows of a decode step."""
+        if self.draft_rows == "auto":
+            return max(self.slots, FREE_ROWS)
+        return self.slots + self.draft_rows
 
     @property
     def prefix_blocks(self) -> int:
@@ -168,8 +181,8 @@ class KVCacheSizes:
     ) -> KVCacheSizes:
         """Computes the sizes for the slots in C; `penalised` where tokens that were seen have a penalty."""
         heads, hidden, vocabulary = shape.heads, shape.hidden, shape.vocabulary.width
-        slots = cache_config.slots
-        rows = padded(max(slots, cache_config.prompt_rows))
+        slots, decoded = cache_config.slots, cache_config.rows
+        rows = padded(max(decoded, cache_config.prompt_rows))
         attention = heads.width + max(heads.queries * heads.dim, hidden)
         if latents := shape.latents:
             queries = heads.queries
@@ -182,8 +195,8 @@ class KVCacheSizes:
             layers_need = max(layers_need, 3 * rows * hidden + max(of_experts, shared))
         return cls(
             cache=2 * shape.layers * heads.kv * heads.dim * cache_config.positions,
-            scratch=max(layers_need, slots * (3 * hidden + vocabulary)),
-            inputs=slots * hidden,
+            scratch=max(layers_need, decoded * (3 * hidden + vocabulary)),
+            inputs=decoded * hidden,
             starts=cache_config.max_prefix_blocks * hidden,
             seen=-(-slots * vocabulary // ITEM_BYTES["float32"]) if penalised else 0,
             parked=slots * hidden if cache_config.goes_on else 0,

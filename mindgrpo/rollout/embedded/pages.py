@@ -23,7 +23,9 @@ class PageTable:
     def __init__(self, cache_config: KVCacheConfig, kv_heads: int) -> None:
         self._size, self._heads = cache_config.page_size, np.arange(kv_heads)
         # Each slot's pages in the order of positions, SPARE behind them.
-        self._of_slots = np.full((cache_config.slots, cache_config.pages_per_slot), SPARE, np.int32)
+        # The last are those of rows without a slot.
+        shape = (cache_config.slots + 1, cache_config.pages_per_slot)
+        self._of_slots = np.full(shape, SPARE, np.int32)
         # Of each page, the slots that have it.
         self._users = np.zeros(cache_config.pages, np.int32)
         self._users[SPARE] = 1
@@ -56,9 +58,9 @@ class PageTable:
     def num_free(self) -> int:
         return int((self._users == 0).sum())
 
-    def pages(self, read: int) -> np.ndarray:
-        """Returns the pages of each slot's heads up to position `read`: int32 [slots K, read / page_size]."""
-        own = self._of_slots[:, None, : read // self._size] * len(self._heads)
+    def pages(self, slots: np.ndarray, read: int) -> np.ndarray:
+        """Returns the pages of the heads of `slots` [n] up to position `read`: int32 [n K, read / page_size]."""
+        own = self._of_slots[slots, None, : read // self._size] * len(self._heads)
         pages = own + self._heads[:, None].astype(np.int32)
         return pages.reshape(-1, pages.shape[2])
 

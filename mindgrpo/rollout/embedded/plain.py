@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from mindgrpo.backend.kernels.shapes import NEVER, SamplingParams
 from mindgrpo.models.decoder import Embedding, Head, Layer, Rotary
 from mindgrpo.models.rotary import PositionAngles
 from mindgrpo.models.shard import Shard, routing
+from mindgrpo.rollout.embedded.drafts import DraftHistory, Drafts
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes, read_length
 from mindgrpo.rollout.embedded.pages import SPARE, PageTable
 from mindgrpo.rollout.embedded.sampling import Candidates, Drawn, draw
@@ -36,6 +38,8 @@ from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.rollout.noise import position_keys
 
 IDLE = -1
+# Idle rows are computed anyway, so that a guess costs the host's time alone.
+LEAST_RIGHT = 1 / 16
 
 
 class Decode(nn.Cell):
@@ -195,6 +199,26 @@ def _recorded(shard: Shard, records_routes: bool) -> tuple[bool, ...]:
     return tuple(records_routes and shard.config.layers[i].has_experts for i in shard.layers)
 
 
+@dataclass
+class DecodeRows:
+    """What the rows of a step compute, int [rows] each: the `column` of a `sample` (IDLE: nothing) in `slot`, from the
+    `token` before it at `position`; tokens `ahead` of the sample's own row are guessed.
+    """
+
+    sample: np.ndarray
+    slot: np.ndarray
+    token: np.ndarray
+    position: np.ndarray
+    column: np.ndarray
+    ahead: np.ndarray
+
+    @classmethod
+    def idle(cls, count: int, slots: int) -> DecodeRows:
+        """Makes rows that compute nothing for any of the slots; their keys and values go to the spare page."""
+        token, position, column, ahead = (np.zeros(count, np.int32) for _ in range(4))
+        return cls(np.full(count, IDLE), np.full(count, slots), token, position, column, ahead)
+
+
 class PlainDecoder:
     """Runs jobs through `cache_config.slots` slots, with as many samples at a time as have pages."""
 
@@ -213,6 +237,10 @@ class PlainDecoder:
         self._progress = partial(backend.health.progress, "samples")
         # Called between decode steps.
         self.report: Callable[[], None] = lambda: None
+        # A penalty counts what a slot has seen, which a wrong guess is no part of.
+        can_draft = cache_config.draft_rows != 0 and sampling.repetition_penalty == 1.0
+        self._rows = cache_config.rows if can_draft else cache_config.slots
+        self._history = DraftHistory(cache_config.draft_history) if can_draft else None
         self._length = cache_config.longest
         self._prompts_at_once = cache_config.prompts_at_once
         self._kv_heads = (heads := shard.cached_heads()).kv
@@ -262,11 +290,14 @@ class PlainDecoder:
         self._sample = np.full(slots, IDLE)
         self._tokens, self._positions = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         # What is added to positions behind a prompt with images.
-        self._shifts = np.zeros(slots, np.int32)
+        self._shifts = np.zeros(slots + 1, np.int32)
+        self._drafts = None
+        if self._history is not None:
+            self._drafts = Drafts(batch, self._history, LEAST_RIGHT)
         self._pages = PageTable(self._cache_config, self._kv_heads)
         self._routes = _Routes(self._shard, batch)
         waiting = deque(self._groups(batch))
-        steps = prompt_tokens = 0
+        steps = prompt_tokens = self._drafted = self._accepted = 0
         while waiting or (self._sample != IDLE).any():
             prompt_tokens += self._admit(batch, waiting)
             self._decode_some(batch)
@@ -275,8 +306,11 @@ class PlainDecoder:
             self._progress(len(batch.limits) - left, len(batch.limits))
             self.report()
         self._routes.give(batch)
-        rows = steps * slots
-        return RolloutStats(int(batch.lengths.sum()), rows, rows, prompt_tokens)
+        if self._drafts is not None:
+            self._drafts.end()
+        rows = steps * self._rows
+        tokens = int(batch.lengths.sum())
+        return RolloutStats(tokens, rows, rows, prompt_tokens, steps, self._drafted, self._accepted)
 
     def _groups(self, batch: GenerationBatch) -> list[list[int]]:
         """Returns samples that enter together: of one prompt, and no more than the prompt graph copies it to."""
@@ -347,43 +381,95 @@ class PlainDecoder:
         self._mark()(Tensor(marks), Tensor(fresh))
 
     def _decode_some(self, batch: GenerationBatch) -> None:
-        """Draws the next token of all samples in slots."""
-        slots, busy = self._cache_config.slots, np.flatnonzero(self._sample != IDLE)
-        samples = self._sample[busy]
-        made = batch.lengths[samples]
-        banned = np.zeros(slots, np.float32)
-        banned[busy] = made < self._sampling.min_tokens
-        keys = np.zeros(slots, np.uint64)
-        keys[busy] = position_keys(batch.keys[samples], made)
-        drawn, routes = self._draw(keys, banned, takes_all=False)
-        if not drawn.is_complete[busy].all():
-            drawn, routes = self._draw(keys, banned, takes_all=True)
+        """Draws the next tokens of all samples in slots: one each, and one more for each guess that is right."""
+        rows = self._deal(batch)
+        used = np.flatnonzero(rows.sample != IDLE)
+        samples, columns = rows.sample[used], rows.column[used]
+        banned = np.zeros(len(rows.sample), np.float32)
+        banned[used] = columns < self._sampling.min_tokens
+        keys = np.zeros(len(rows.sample), np.uint64)
+        keys[used] = position_keys(batch.keys[samples], columns)
+        drawn, routes = self._draw(rows, keys, banned, takes_all=False)
+        if not drawn.is_complete[used].all():
+            drawn, routes = self._draw(rows, keys, banned, takes_all=True)
+        own = used[rows.ahead[used] == 0]
+        goes_on = self._take(batch, rows, own, drawn, routes)
+        accepted = 0
+        for ahead in range(1, int(rows.ahead.max()) + 1):
+            at = used[rows.ahead[used] == ahead]
+            slots = rows.slot[at]
+            kept = at[goes_on[slots] & (rows.token[at] == self._tokens[slots])]
+            goes_on = self._take(batch, rows, kept, drawn, routes)
+            accepted += len(kept)
+        if self._drafts is None:
+            return
+        if len(used) > len(own):
+            self._drafts.checked(int((rows.ahead == 1).sum()), accepted)
+            self._drafted += len(used) - len(own)
+            self._accepted += accepted
+        elif self._drafts.is_pausing:
+            self._drafts.passed(len(own))
+
+    def _deal(self, batch: GenerationBatch) -> DecodeRows:
+        """Gives each sample its own row, and idle rows to guesses of what it says next."""
+        slots, count = self._cache_config.slots, self._rows
+        busy = np.flatnonzero(self._sample != IDLE)
+        rows = DecodeRows.idle(count, slots)
+        rows.sample[busy], rows.slot[busy] = self._sample[busy], busy
+        rows.token[busy], rows.position[busy] = self._tokens[busy], self._positions[busy]
+        rows.column[busy] = batch.lengths[self._sample[busy]]
+        if self._drafts is None or self._drafts.is_pausing or len(busy) == count:
+            return rows
+        idle = np.flatnonzero(rows.sample == IDLE).tolist()
+        for left, slot in zip(range(len(busy), 0, -1), busy.tolist(), strict=True):
+            sample = int(self._sample[slot])
+            guesses = self._drafts.guess(sample, -(-len(idle) // left))
+            own, idle = idle[: len(guesses)], idle[len(guesses) :]
+            ahead = np.arange(1, len(own) + 1)
+            rows.sample[own], rows.slot[own], rows.token[own] = sample, slot, guesses
+            rows.position[own], rows.ahead[own] = self._positions[slot] + ahead, ahead
+            rows.column[own] = batch.lengths[sample] + ahead
+        return rows
+
+    def _take(
+        self,
+        batch: GenerationBatch,
+        rows: DecodeRows,
+        at: np.ndarray,
+        drawn: Drawn,
+        routes: np.ndarray | None,
+    ) -> np.ndarray:
+        """Takes what the rows `at` have drawn, one of a sample; returns bool [slots], whose samples of these go on."""
+        slots, samples, columns = rows.slot[at], rows.sample[at], rows.column[at]
+        tokens = drawn.tokens[at]
         if routes is not None:
-            self._routes.take(routes[:, busy], samples, made)
-        batch.tokens[samples, made] = drawn.tokens[busy]
-        batch.logps[samples, made] = drawn.logps[busy]
-        batch.lengths[samples] += 1
-        batch.stopped[samples] = np.isin(drawn.tokens[busy], self._sampling.stop_ids)
+            self._routes.take(routes[:, at], samples, columns)
+        batch.tokens[samples, columns], batch.logps[samples, columns] = tokens, drawn.logps[at]
+        batch.lengths[samples] = columns + 1
+        batch.stopped[samples] = np.isin(tokens, self._sampling.stop_ids)
         ended = (batch.stopped[samples] > 0) | (batch.lengths[samples] == batch.limits[samples])
-        self._tokens[busy] = drawn.tokens[busy]
-        self._positions[busy[~ended]] += 1
+        self._tokens[slots] = tokens
+        self._positions[slots] = np.where(ended, 0, rows.position[at] + 1)
         # What ends frees its slot and its pages.
-        self._sample[busy[ended]] = IDLE
-        self._positions[busy[ended]] = 0
-        self._pages.leave(busy[ended].tolist())
+        self._sample[slots[ended]] = IDLE
+        self._pages.leave(slots[ended].tolist())
+        goes_on = np.zeros(self._cache_config.slots, bool)
+        goes_on[slots[~ended]] = True
+        return goes_on
 
     def _draw(
-        self, keys: np.ndarray, banned: np.ndarray, takes_all: bool
+        self, rows: DecodeRows, keys: np.ndarray, banned: np.ndarray, takes_all: bool
     ) -> tuple[Drawn, np.ndarray | None]:
-        """Returns what was drawn, and the experts [layers, slots, K] of what was computed for it, if wanted."""
+        """Returns what was drawn, and the experts [layers, rows, K] of what was computed for it, if wanted."""
         # What is needed for few tokens is compiled once.
-        last = int(self._positions.max())
+        last = int(rows.position.max())
         read = self._length if takes_all else read_length(self._length, last)
-        rows = self._pages.cache_rows(np.arange(len(keys)), self._positions)
+        places = self._pages.cache_rows(rows.slot, rows.position)
         halves = keys.view(np.int32).reshape(-1, 2)
-        inputs = [self._tokens, self._positions, rows, self._pages.pages(read), halves, banned]
+        pages = self._pages.pages(rows.slot, read)
+        inputs = [rows.token, rows.position, places, pages, halves, banned]
         if self._images is not None:
-            inputs.append(np.maximum(self._positions + self._shifts, 0))
+            inputs.append(np.maximum(rows.position + self._shifts[rows.slot], 0))
         records = self._routes.are_wanted
         made = self._decoder(read, self._sampling, takes_all, records)(*map(Tensor, inputs))
         columns, routes = made if records else (made, None)

@@ -2,8 +2,8 @@
 
 A prompt is computed once for all its samples; a slot that becomes free takes the next sample inside the call. Samples
 whose keys are still in the cache continue without their prompt: a turn that follows decodes what was written in
-between, a step a token, where its keys would else be computed again as a prompt; the cheaper of the two by an estimate
-is done.
+between, as many tokens a step as there are rows, where its keys would else be computed again as a prompt; the cheaper
+of the two by an estimate is done. Rows that no sample needs check drafts (drafts.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from mindgrpo.backend.kernels.rollout import (
 from mindgrpo.backend.kernels.shapes import SamplingParams
 from mindgrpo.models.rotary import PositionAngles, rotary_table
 from mindgrpo.models.shard import Shard, cached_heads, local_inner, local_latents
+from mindgrpo.rollout.embedded.drafts import FREE_ROWS, DraftHistory, Drafts
 from mindgrpo.rollout.embedded.kv_cache import KVCacheConfig, KVCacheSizes
 from mindgrpo.rollout.engine import RolloutStats
 from mindgrpo.weights.expert_files import BIAS
@@ -40,6 +41,9 @@ from mindgrpo.weights.expert_files import BIAS
 FULL_STEP_ROWS = 32
 # Tokens that one call makes of every slot, at most: in between, signals are handled and progress is shown.
 DECODE_STEPS = 8
+# Drafts pay for their rows, of at most drafts.FREE_ROWS in a step, if so many tokens a check are right, and for the
+# host's time if a step reads so many bytes of weights (scripts/bench/drafts.py).
+LEAST_RIGHT, LEAST_WEIGHTS = 0.25, 32 << 20
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,12 @@ class ResumedBatch:
 
 
 def resumed(
-    kept: Mapping[int, KeptSample], batch: GenerationBatch, slot_size: int
+    kept: Mapping[int, KeptSample], batch: GenerationBatch, slot_size: int, most_rows: int = 0
 ) -> ResumedBatch | None:
-    """Returns None unless every sample of the batch continues from its keys, has room, and that is the cheaper way."""
+    """Returns None unless every sample of the batch continues from its keys, has room, and that is the cheaper way.
+
+    A decode step has a row a sample, or `most_rows` for what is known of them.
+    """
     rows: list[KeptRow] = []
     for i, sample in enumerate(batch.samples):
         one, prompt = kept.get(sample), batch.prompts[batch.prompt_of[i]]
@@ -84,7 +91,8 @@ def resumed(
     known = lengths - np.array([row.shared + 1 for row in rows])
     limits = (known + batch.limits).astype(np.int32)
     own = np.array([row.own for row in rows])
-    steps = int((known - own).max())
+    waiting = known - own
+    steps = max(1, -(-int(waiting.sum()) // most_rows)) if most_rows else int(waiting.max())
     if limits.max() > slot_size or steps * max(len(rows), FULL_STEP_ROWS) > lengths.sum():
         return None
     prompts = [batch.prompts[at] for at in batch.prompt_of]
@@ -137,6 +145,12 @@ class SlotDecoder:
             self._angles = PositionAngles(shard.config, cache_config.max_prompt)
         model_shape = _model_shape(shard)
         penalised = sampling.repetition_penalty != 1.0
+        # What a slot has seen is known for one of its tokens at a time.
+        self._most_rows = 0 if penalised else cache_config.rows
+        self._drafts: Drafts | None = None
+        self._history: DraftHistory | None = None
+        if not penalised and self._may_draft(shard):
+            self._history = DraftHistory(cache_config.draft_history)
         sizes = KVCacheSizes.of(cache_config, model_shape, penalised)
         cache = backend.pool(sizes.cache, dtype=backend.compute_dtype)
         work = backend.pool(sum(sizes.beside_cache))
@@ -179,6 +193,12 @@ class SlotDecoder:
             self._model_shape, self._sampling, rotary, own.slots, own.prompt_rows, memory
         )
 
+    def _may_draft(self, shard: Shard) -> bool:
+        if self._cache_config.draft_rows != "auto":
+            return self._cache_config.draft_rows > 0
+        # Each row has experts of its own, whose weights are read for it alone.
+        return shard.config.moe is None and shard.weights.pool.num_bytes >= LEAST_WEIGHTS
+
     def weights_changed(self) -> None:
         """Registers the changed weights and forgets kept keys; to be called before it generates with them."""
         self._kept = {}
@@ -188,10 +208,12 @@ class SlotDecoder:
 
     def run(self, batch: GenerationBatch, sampling: SamplingParams) -> RolloutStats:
         self._slots.use(sampling)
-        again = resumed(self._kept, batch, self._kept_slot_size)
-        self._kept = {}
+        again = resumed(self._kept, batch, self._kept_slot_size, self._most_rows)
         if again is not None:
             return self._resume(again, batch)
+        self._kept = {}
+        if self._history is not None:
+            self._drafts = Drafts(batch, self._history, LEAST_RIGHT)
         lengths = [len(prompt) for prompt in batch.prompts]
         groups = np.bincount(batch.prompt_of, minlength=len(batch.prompts))
         # Samples that continue stay in their slots, where there is one for each.
@@ -206,6 +228,8 @@ class SlotDecoder:
             if self._slots.waiting < layout.slots:
                 prompt_tokens += self._bring_prompts(batch, layout, waiting)
             left = self._decode_some(batch, sum(len(samples) for samples in waiting))
+        if self._drafts is not None:
+            self._drafts.end()
         if batch.records_routes:
             batch.arrays["routes"] = [
                 (self._prompt_routes[prompt], self._slots.routes(i, 0, length))
@@ -222,6 +246,8 @@ class SlotDecoder:
 
     def _resume(self, again: ResumedBatch, batch: GenerationBatch) -> RolloutStats:
         self._slots.resume(again.batch, again.rows, again.known)
+        if self._history is not None:
+            self._drafts = Drafts(again.batch, self._history, LEAST_RIGHT, again.known)
         while self._decode_some(batch, 0):
             pass
         again.give(batch)
@@ -230,19 +256,48 @@ class SlotDecoder:
                 (self._slots.routes(i, row.own, int(again.batch.lengths[i])),)
                 for i, row in enumerate(again.rows)
             ]
-        self._kept = kept_after(again.batch, again.rows, batch)
+        # The others' slots are as they were.
+        self._kept = {**self._kept, **kept_after(again.batch, again.rows, batch)}
         return self._stats(batch, len(again.rows), 0)
 
     def _decode_some(self, batch: GenerationBatch, num_waiting: int) -> int:
         """Decodes, and returns the samples that are left, but for those that wait for their prompts."""
-        left = self._slots.decode(DECODE_STEPS)
+        guesses = self._guesses()
+        if guesses:
+            right = self._slots.counts[-1]
+            left = self._slots.decode(1, guesses)
+            self._checked(guesses, self._slots.counts[-1] - right)
+        else:
+            ran = len(self._slots.running)
+            left = self._slots.decode(DECODE_STEPS)
+            if self._drafts is not None:
+                self._drafts.passed(ran * DECODE_STEPS)
         self._progress(len(batch.limits) - left - num_waiting, len(batch.limits))
         self.report()
         return left
 
+    def _guesses(self) -> list[list[int]]:
+        """Returns guesses of each running sample, where a step has rows for them; [] where it has not."""
+        drafts, running = self._drafts, self._slots.running.tolist()
+        most = FREE_ROWS if self._cache_config.draft_rows == "auto" else self._most_rows
+        free = most - len(running)
+        if drafts is None or drafts.is_pausing or free < 1 or not running:
+            return []
+        guesses = []
+        for left, sample in zip(range(len(running), 0, -1), running, strict=True):
+            guesses.append(drafts.guess(sample, -(-free // left)))
+            free -= len(guesses[-1])
+        return guesses
+
+    def _checked(self, guesses: Sequence[Sequence[int]], right: int) -> None:
+        checks = sum(map(bool, guesses))
+        if self._drafts is not None and checks:
+            self._drafts.checked(checks, right)
+
     def _stats(self, batch: GenerationBatch, slots: int, prompt_tokens: int) -> RolloutStats:
-        steps, rows = self._slots.steps
-        return RolloutStats(int(batch.lengths.sum()), rows, steps * slots, prompt_tokens)
+        steps, rows, drafted, accepted = self._slots.counts
+        tokens, places = int(batch.lengths.sum()), max(rows, steps * slots)
+        return RolloutStats(tokens, rows, places, prompt_tokens, steps, drafted, accepted)
 
     def _bring_prompts(
         self, batch: GenerationBatch, layout: KVCacheLayout, waiting: deque[tuple[int, list[int]]]

@@ -214,7 +214,7 @@ class VllmEngine:
             raise StaleWeights(f"vLLM has weights {self.version}, the policy {version}")
         wanted = [request for request in requests if request.samples]
         numbered = [(number, r.prompt) for r in wanted for number in r.samples]
-        reply: Message = {"completions": [], "prompt_tokens": 0}
+        reply: Message = {"completions": [], "prompt_tokens": 0, "drafted": 0, "accepted": 0}
         if wanted:
             message = _generation(wanted, sampling, key, version)
             # vLLM refuses ids that the model cannot draw.
@@ -228,7 +228,13 @@ class VllmEngine:
             reply = self._group.gather_objects(reply)[0]
         made = reply["completions"]
         tokens = sum(len(one["tokens"]) for one in made)
-        self.stats = RolloutStats(tokens, tokens, 0, reply["prompt_tokens"])
+        self.stats = RolloutStats(
+            tokens,
+            tokens,
+            prompt_tokens=reply["prompt_tokens"],
+            drafted=reply["drafted"],
+            accepted=reply["accepted"],
+        )
         return [_sample(*own, one, version) for own, one in zip(numbered, made, strict=True)]
 
     def _ask_with_images(

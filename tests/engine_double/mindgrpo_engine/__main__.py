@@ -109,6 +109,8 @@ class Double:
             "completions": completions,
             "versions": [self.version],
             "prompt_tokens": 7,
+            "drafted": 3,
+            "accepted": 2,
         }
 
     def stop(self, request: Any) -> Any:

@@ -255,7 +255,7 @@ static int truncate(const Call *call, Token *t) {
 }
 
 int64_t stats_floats(const Rollout *g) {
-    return g->slots * ((1 + g->tp_size) * (num_columns(g) + BINS) + g->hidden + 2);
+    return g->max_rows * ((1 + g->tp_size) * (num_columns(g) + BINS) + g->hidden + 2);
 }
 
 int draw_tokens(const Call *call, const Rollout *g, const float *x, const float *delta, float **drawn) {

@@ -101,12 +101,13 @@ KERNEL(rollout_prompts, "tokens i32[N], number i32[1]") {
 }
 
 static int decode_token(const Call *call, Rollout *g) {
+    int64_t samples = g->num_rows;
+    int status = look_ahead(call, g, samples);
     float *x = g->scratch, *delta = x + g->num_rows * g->hidden, *drawn;
     memcpy(x, g->next, g->num_rows * g->hidden * sizeof(float));
-    int status = 0;
     for (int64_t i = 0; i < g->layers && !status; i++) status = run_layer(call, g, i, 0, 0, x, delta, i > 0);
     if (!status) status = draw_tokens(call, g, x, g->layers ? delta : NULL, &drawn);
-    if (!status) commit(g, drawn);
+    if (!status) commit(g, samples, drawn);
     return status;
 }
 

@@ -9,13 +9,13 @@ static Rollout *rollouts[MAX_ROLLOUTS];
 
 /* x and what is added to it, normed rows, and then either what attention and MLP need or the rows' logits. */
 static int64_t scratch_floats(const Rollout *g) {
-    int64_t prompt_rows = g->prompt_rows + g->prompt_starts, rows = g->slots > prompt_rows ? g->slots : prompt_rows;
+    int64_t prompt_rows = g->prompt_rows + g->prompt_starts, rows = g->max_rows > prompt_rows ? g->max_rows : prompt_rows;
     int64_t mixed = g->queries * g->dim, inner = 2 * g->inner;
     int64_t attention = mixed + 2 * g->kv * g->dim + (mixed > g->hidden ? mixed : g->hidden);
     if (g->latent_rank) attention += query_width(g) + down_width(g);
     int64_t experts = g->experts ? expert_floats(g, rows) : 0, most = rows * (attention > inner ? attention : inner);
     int64_t layers = 3 * rows * g->hidden + (most > experts ? most : experts);
-    int64_t head = g->slots * (3 * g->hidden + g->vocab_rows);
+    int64_t head = g->max_rows * (3 * g->hidden + g->vocab_rows);
     return layers > head ? layers : head;
 }
 
@@ -59,8 +59,12 @@ static int check_table(const Call *call, const Rollout *g) {
     if (g->latent_rank && (g->latent_rank < 0 || g->query_rank < 0 || g->kv != 1 || g->dim != g->latent_rank + g->rope_dim ||
                            g->latent_rank % 2 || g->rope_dim % 2 || g->value > g->nope_dim + g->rope_dim))
         return refuse(call, "%ld heads of %ld for latents of %ld and %ld", g->kv, g->dim, g->latent_rank, g->rope_dim);
-    if (g->num_rows >= 0 && g->num_free >= 0 && g->num_rows + g->num_free <= g->slots) return 0;
-    return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
+    if (g->slots > g->max_rows) return refuse(call, "%ld slots in %ld rows", g->slots, g->max_rows);
+    if (g->num_rows < 0 || g->num_free < 0 || g->num_rows + g->num_free > g->slots)
+        return refuse(call, "%ld rows and %ld free slots are not %ld", g->num_rows, g->num_free, g->slots);
+    int64_t guessed = 0;
+    for (int64_t i = 0; i < g->num_rows; i++) guessed += g->num_guessed[i];
+    return guessed <= g->guessed_count ? 0 : refuse(call, "%ld tokens are guessed, but there are %ld", guessed, g->guessed_count);
 }
 
 Rollout *rollout_of(const Call *call, const int32_t *meta) {

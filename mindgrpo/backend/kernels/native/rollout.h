@@ -1,8 +1,8 @@
 /* What the generator's kernels share: one table a generator, which Python fills by name and registers.
  *
  * A slot holds the keys and values that one sample has made; a prefix those of a prompt, which all samples of the
- * prompt read. Rows are what is computed: the slots in use, in order, or the tokens of prompts. Python calls the kernels
- * of generate.c, a few tokens of every slot at a time. They are no graph's: MindSpore takes longer to start a kernel than
+ * prompt read. Rows are what is computed: the slots in use, in order, then what is known or guessed to follow in them; or
+ * the tokens of prompts. Python calls the kernels of generate.c, a few tokens of every slot at a time. They are no graph's: MindSpore takes longer to start a kernel than
  * a small layer takes, and seconds to compile a graph of many.
  */
 #ifndef MINDGRPO_ROLLOUT_H
@@ -42,7 +42,7 @@
     /* how tokens are drawn; what top-p knows of a row; a byte for each token that a slot has seen */            \
     NUMBER(int64_t, greedy) NUMBER(int64_t, top_k) NUMBER(int64_t, candidates) NUMBER(int64_t, min_tokens)       \
     NUMBER(double, scale) NUMBER(double, penalty) NUMBER(double, top_p) NUMBER(double, min_p)                    \
-    ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->slots)                                               \
+    ARRAY(int32_t, stops, 0) ARRAY(double, above, 2 * g->max_rows)                                               \
     ARRAY(uint8_t, seen, g->penalty == 1.0 ? 0 : g->slots * g->vocab)                                            \
     /* matrices packed for products of `parts` bfloat16 products, where there are any: bytes, and where each begins */ \
     NUMBER(int64_t, parts) NUMBER(int64_t, head_parts) ARRAY(uint8_t, packed, 0) ARRAY(int64_t, first_matrix, g->layers + 1)                   \
@@ -65,11 +65,17 @@
     NUMBER(int64_t, queue_head) NUMBER(int64_t, queue_tail) ARRAY(int32_t, queue_sample, g->queue_tail)          \
     ARRAY(int32_t, queue_prefix, g->queue_tail) ARRAY(int32_t, users, 0)                                          \
     ARRAY(float, starts, g->users_count * g->hidden)                                                             \
-    /* rows in use, and their next inputs; free slots */                                                         \
+    /* rows in use, of at most `max_rows`, and their next inputs; free slots */                                  \
+    NUMBER(int64_t, max_rows)                                                                                     \
     NUMBER(int64_t, num_rows) NUMBER(int64_t, steps) NUMBER(int64_t, row_steps) NUMBER(int64_t, num_free)        \
-    ARRAY(int32_t, free_slots, g->slots) ARRAY(float, next, g->slots * g->hidden)                                \
-    ARRAY(int32_t, row_sample, g->slots) ARRAY(int32_t, row_slot, g->slots) ARRAY(int32_t, row_prefix, g->slots)  \
-    ARRAY(int32_t, row_shared, g->slots) ARRAY(int32_t, row_own, g->slots)                                       \
+    ARRAY(int32_t, free_slots, g->slots) ARRAY(float, next, g->max_rows * g->hidden)                                \
+    ARRAY(int32_t, row_sample, g->max_rows) ARRAY(int32_t, row_slot, g->max_rows)                                \
+    ARRAY(int32_t, row_prefix, g->max_rows) ARRAY(int32_t, row_shared, g->max_rows)                              \
+    ARRAY(int32_t, row_own, g->max_rows)                                                                         \
+    /* how many tokens are guessed of each row, and all of these; how many rows are ahead of each row's token, and each  \
+     * one's input; guesses that were computed, and that were right */                                             \
+    ARRAY(int32_t, num_guessed, g->max_rows) ARRAY(int32_t, guessed, 0) ARRAY(int32_t, num_ahead, g->max_rows)       \
+    ARRAY(int32_t, row_token, g->max_rows) NUMBER(int64_t, drafted) NUMBER(int64_t, accepted)                     \
     /* by slot, the next input of a sample that has ended and may go on; none where nothing goes on */              \
     ARRAY(float, parked, g->parked_count ? g->slots * g->hidden : 0)                                             \
     /* experts of each token that was computed [tokens, layers with experts, experts a token]; none where nobody asks: by  \
@@ -155,8 +161,13 @@ int64_t stats_floats(const Rollout *g);
 /* Rows for as many samples of the queue as there are free slots. */
 void admit(Rollout *g);
 
-/* What was drawn becomes the rows' tokens and next inputs; whose sample has ended makes room for the next. */
-void commit(Rollout *g, const float *drawn);
+/* Adds rows for tokens that follow in slots: those that are known, else those that are guessed. Each draws what its slot's
+ * row would draw there, if its input is right. */
+int look_ahead(const Call *call, Rollout *g, int64_t samples);
+
+/* What the first rows, those of `samples`, have drawn becomes their tokens and next inputs, and what rows ahead of them
+ * have, as far as these began with the right token; whose sample has ended makes room for the next. */
+void commit(Rollout *g, int64_t samples, const float *drawn);
 
 /* The row of the embeddings; zero for a token that is not this rank's. */
 static inline void embed_token(const Rollout *g, int64_t token, float *row) {

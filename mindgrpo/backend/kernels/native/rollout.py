@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -41,6 +42,8 @@ DTYPES = {
 # From native/logits.h: the number of statistics before the candidates of a row, and the bins of a logits histogram.
 FIRST, BINS = 4, 256
 NOTHING = np.zeros(1, np.float32)
+# Of a batch's decode steps: how many, their rows, and guesses that were computed and that were right.
+COUNTS = ("steps", "row_steps", "drafted", "accepted")
 # Per-sample fields that the kernels fill in.
 BY_SAMPLE = ("queue_sample", "queue_prefix", "sample_slot", "sample_prefix")
 
@@ -190,7 +193,8 @@ class Slots:
     ) -> None:
         """Allocates the table. `part_counts` are `num_parts` and `head_parts` of NativeKernels."""
         self._num_parts, self._head_parts = (count or 0 for count in part_counts)
-        self._model_shape, self._capacity = model_shape, slots
+        max_rows = memory.inputs.size // model_shape.hidden
+        self._model_shape, self._max_rows = model_shape, max_rows
         self._has_seen = sampling.repetition_penalty != 1.0
         self._table = RolloutTable()
         self._number = np.array([self._table.number], np.int32)
@@ -207,7 +211,8 @@ class Slots:
             "parked": np.zeros(0, np.float32) if memory.parked is None else memory.parked,
             "rotary": rotary,
             "weights": np.zeros(num_weights, np.int64),
-            "above": np.zeros(2 * slots),
+            "above": np.zeros(2 * max_rows),
+            "guessed": np.zeros(0, np.int32),
             "free_slots": np.zeros(slots, np.int32),
             "users": np.zeros(memory.starts.size // model_shape.hidden, np.int32),
             "start_prefix": np.zeros(prompt_rows, np.int32),
@@ -215,8 +220,9 @@ class Slots:
             "prompt_angles": np.zeros(0, np.float32),
             "prompt_features": np.zeros(0, np.float32),
         }
-        rows = dict.fromkeys(("sample", "slot", "prefix", "shared", "own"), slots)
-        arrays |= {f"row_{name}": np.zeros(count, np.int32) for name, count in rows.items()}
+        rows = [f"row_{name}" for name in ("sample", "slot", "prefix", "shared", "own", "token")]
+        rows += ["num_guessed", "num_ahead"]
+        arrays |= {name: np.zeros(max_rows, np.int32) for name in rows}
         arrays |= {
             f"prompt_row_{name}": np.zeros(prompt_rows, np.int32) for name in ("prefix", "seen")
         }
@@ -321,8 +327,9 @@ class Slots:
         for name, value in numbers.items():
             self._table[name] = value
         columns = FIRST + max(2 * self._candidates_of(sampling), BINS) + 2 * vocab.leaves
-        a_slot = (1 + model_shape.tp_size) * (columns + BINS) + model_shape.hidden + 2
-        self._table["stats"] = np.empty(self._capacity * a_slot, np.float32)
+        a_row = (1 + model_shape.tp_size) * (columns + BINS) + model_shape.hidden + 2
+        self._table["max_rows"] = self._max_rows
+        self._table["stats"] = np.empty(self._max_rows * a_row, np.float32)
 
     def _top_k_of(self, sampling: SamplingParams) -> int:
         vocab = self._model_shape.vocabulary.width * self._model_shape.tp_size
@@ -352,8 +359,7 @@ class Slots:
             "queue_tail",
             "prompt_rows",
             "prompt_starts",
-            "steps",
-            "row_steps",
+            *COUNTS,
         )
         for name, value in (dict.fromkeys(state, 0) | numbers).items():
             table[name] = value
@@ -369,7 +375,7 @@ class Slots:
         `known` int32 [samples] are given tokens that are not in the cache yet.
         """
         table, hidden = self._table, self._model_shape.hidden
-        numbers = dict.fromkeys(("queue_head", "queue_tail", "steps", "row_steps", "num_free"), 0)
+        numbers = dict.fromkeys(("queue_head", "queue_tail", "num_free", *COUNTS), 0)
         numbers |= {"longest": batch.tokens.shape[1], "num_rows": len(rows)}
         for name, value in numbers.items():
             table[name] = value
@@ -463,13 +469,18 @@ class Slots:
         rows = self._table["routes"].reshape(-1, longest, *self._routed)
         return rows[sample, begin:end].astype(self._route_dtype)
 
-    def decode(self, tokens: int) -> int:
-        """Decodes up to `tokens` tokens in every slot; waiting samples take over slots that become free.
+    def decode(self, steps: int, guesses: Sequence[Sequence[int]] = ()) -> int:
+        """Runs up to `steps` decode steps, of a token in every slot; waiting samples take over slots that become free.
 
-        Returns the number of samples that are still running or waiting.
+        `guesses` are tokens that may follow in the first step, a sequence for each of the `running` samples: as far as
+        they are right, their step draws what would follow them too. Returns the number of samples that are still
+        running or waiting.
         """
+        if guesses:
+            self._table["num_guessed"][: len(guesses)] = [len(tokens) for tokens in guesses]
+            self._table["guessed"] = np.array([*chain(*guesses)], np.int32)
         left = np.zeros(1, np.int32)
-        call_kernel("rollout_decode", np.array([*self._number, tokens], np.int32), left)
+        call_kernel("rollout_decode", np.array([*self._number, steps], np.int32), left)
         return int(left[0])
 
     @property
@@ -478,6 +489,12 @@ class Slots:
         return int(self._table["queue_tail"][0] - self._table["queue_head"][0])
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Returns the batch's number of non-empty decode steps, and the total of rows that they computed."""
-        return int(self._table["steps"][0]), int(self._table["row_steps"][0])
+    def running(self) -> np.ndarray:
+        """Returns the numbers of the samples that have slots, int32 [n], in the order of their rows."""
+        return self._table["row_sample"][: int(self._table["num_rows"][0])].copy()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Returns the batch's number of non-empty decode steps, the total of rows that they computed, and of guesses
+        those that were computed and those that were right."""
+        return tuple(int(self._table[name][0]) for name in COUNTS)

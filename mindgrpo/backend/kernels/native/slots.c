@@ -3,6 +3,7 @@
  * A slot that becomes free takes the next sample of the queue at once; the queue holds samples whose
  * prompts are in their prefix blocks. Every rank of a group decides alike, as all have the same tokens.
  */
+#include "collective.h"
 #include "rollout.h"
 
 static void mark_seen(const Rollout *g, int64_t slot, int32_t token) {
@@ -45,13 +46,48 @@ static int keep_token(Rollout *g, int64_t row, int32_t token, float logp) {
     return g->stopped[sample] || at + 1 == g->limit[sample];
 }
 
-void commit(Rollout *g, const float *drawn) {
-    int64_t width = g->hidden + 2, left = 0;
+int look_ahead(const Call *call, Rollout *g, int64_t samples) {
+    const int32_t *guessed = g->guessed;
+    for (int64_t row = 0; row < samples; guessed += g->num_guessed[row], row++) {
+        int32_t sample = g->row_sample[row], own = g->row_own[row];
+        int64_t count = g->first_drawn[sample] - own, share = (g->max_rows - g->num_rows) / (samples - row);
+        const int32_t *tokens = g->tokens + sample * g->longest + own;
+        if (count <= 0) tokens = guessed, count = g->num_guessed[row];
+        if (count > g->limit[sample] - 1 - own) count = g->limit[sample] - 1 - own;
+        if (count > share) count = share;
+        /* What a slot has seen is kept for one of its tokens at a time. */
+        if (g->penalty != 1.0) count = 0;
+        if (tokens == guessed) g->drafted += count;
+        g->num_ahead[row] = (int32_t)count;
+        for (int64_t i = 0; i < count; i++) {
+            int64_t at = g->num_rows++;
+            int32_t *columns[] = {g->row_sample, g->row_slot, g->row_prefix, g->row_shared};
+            for (int j = 0; j < 4; j++) columns[j][at] = columns[j][row];
+            g->row_own[at] = own + 1 + (int32_t)i;
+            g->row_token[at] = tokens[i];
+            embed_token(g, tokens[i], g->next + at * g->hidden);
+        }
+    }
+    if (g->num_rows == samples) return 0;
+    return sum_over_ranks(call, g->group, g->next + samples * g->hidden, (g->num_rows - samples) * g->hidden);
+}
+
+void commit(Rollout *g, int64_t samples, const float *drawn) {
+    int64_t width = g->hidden + 2, left = 0, ahead = samples;
     g->steps += g->num_rows > 0;
     g->row_steps += g->num_rows;
-    for (int64_t row = 0; row < g->num_rows; row++) {
+    for (int64_t row = 0; row < samples; row++) {
         const float *one = drawn + row * width;
-        if (keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1])) {
+        int64_t end = ahead + g->num_ahead[row];
+        int is_guess = g->row_own[row] >= g->first_drawn[g->row_sample[row]];
+        int ended = keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1]);
+        for (; ahead < end && !ended && g->row_token[ahead] == (int32_t)one[g->hidden]; ahead++) {
+            g->accepted += is_guess;
+            one = drawn + ahead * width;
+            ended = keep_token(g, row, (int32_t)one[g->hidden], one[g->hidden + 1]);
+        }
+        ahead = end;
+        if (ended) {
             g->free_slots[g->num_free++] = g->row_slot[row];
             g->users[g->row_prefix[row]]--;
             if (g->parked_count)
@@ -64,5 +100,6 @@ void commit(Rollout *g, const float *drawn) {
         left++;
     }
     g->num_rows = left;
+    memset(g->num_guessed, 0, g->max_rows * sizeof(int32_t));
     admit(g);
 }

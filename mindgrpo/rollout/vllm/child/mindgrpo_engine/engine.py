@@ -21,7 +21,6 @@ FIXED: dict[str, Any] = {
     "generation_config": "vllm",
     "logprobs_mode": "raw_logprobs",
     "worker_extension_cls": "mindgrpo_engine.worker.EngineWorker",
-    "disable_log_stats": True,
 }
 # Of models that see images: features come with the requests, so vLLM makes no encoder; it wants the tokenizer that
 # belongs to the model's processor, which nothing asks for a prompt.
@@ -46,6 +45,8 @@ def llm_arguments(request: Message, device_type: str) -> dict[str, Any]:
     tensor_parallel = request["tensor_parallel"]
     fixed = FIXED | (WITH_IMAGES if request.get("images") else OF_TEXT)
     fixed |= {
+        # Counts drafts, which nothing else is read of.
+        "disable_log_stats": not arguments.get("speculative_config"),
         "model": request["model"],
         "dtype": request["dtype"],
         "tensor_parallel_size": tensor_parallel,
@@ -223,16 +224,31 @@ class Engine:
                 "vLLM's class of this model has no scale of its logits, without which log-probs at a "
                 f"temperature are not exact: use temperature 1 instead of {sampling['temperature']}"
             )
+        drafted, accepted = self._drafts()
         features = Features.read(request, self._images)
         generation = Generation(self._vllm, progress, features, request.get("reports_ended", False))
         completions = generation.run(sampling, request["requests"])
+        now_drafted, now_accepted = self._drafts()
         return {
             "type": "completions",
             "version": version,
             "versions": self._call("engine_held_version"),
             "completions": [completion.reply() for completion in completions],
             "prompt_tokens": sum(len(each["prompt"]) for each in request["requests"]),
+            "drafted": now_drafted - drafted,
+            "accepted": now_accepted - accepted,
         }
+
+    def _drafts(self) -> tuple[int, int]:
+        """Returns the draft tokens since the start, and those of them that were accepted; 0 without speculation."""
+        if self._vllm.vllm_config.speculative_config is None:
+            return 0, 0
+        counted = {one.name: getattr(one, "value", 0) for one in self._llm.get_metrics()}
+        kinds = ("draft", "accepted")
+        drafted, accepted = (
+            counted.get(f"vllm:spec_decode_num_{kind}_tokens", 0) for kind in kinds
+        )
+        return int(drafted), int(accepted)
 
     def sleep(self) -> Message:
         self._reset_prefix_cache()
