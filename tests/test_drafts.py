@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from small_generators import KERNELS, kernels_named
+from small_generators import KERNELS, PRECISIONS, kernels_named
 from small_mixtures import MIXTURES
 from tables import each_row
 
@@ -59,7 +59,7 @@ def backend() -> Iterator[Backend]:
     made.close()
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[*KERNELS, *PRECISIONS])
 def kernels(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -85,8 +85,9 @@ def engine_of(
 
 
 def draw(engine: EmbeddedEngine, sampling: SamplingParams, step: int = 0) -> list[Sample]:
+    limits = MAX_TOKENS, 7, 1, 15
     requests = [
-        Request(prompt, tuple(range(GROUP * i, GROUP * i + GROUP)))
+        Request(prompt, tuple(range(GROUP * i, GROUP * i + GROUP)), limits if i else None)
         for i, prompt in enumerate(PROMPTS)
     ]
     return engine.generate(requests, sampling, SeedKey(0, ROLLOUT, step), 0)
@@ -146,7 +147,7 @@ class Told(Drafts):
     spoil: Any = None
 
     def guess(self, sample: int, count: int) -> list[int]:
-        made = len(self.drawn(sample))
+        made = self._read[sample]
         return [self.spoil(token) for token in self.completions[sample][made : made + count]]
 
 
@@ -190,12 +191,14 @@ def test_the_last_epochs_completions_are_guessed_again(backend: Backend, kernels
 
 def test_texts_guess_what_followed_the_longest_match_last() -> None:
     texts = PromptTexts(np.array([1, 2], np.int32))
-    first, second = texts.open(), texts.open()
-    texts.extend(first, [5, 6, 7, 8])
+    first, second = texts.open([5, 6]), texts.open()
+    texts.extend(first, [7, 8])
+    texts.index()
     assert texts.guess(second, 3) == [5, 6, 7]
     texts.extend(second, [5, 6])
     assert texts.guess(second, 9) == [7, 8]
     texts.extend(second, [9])
+    texts.index()
     assert texts.guess(second, 2) == []
 
 

@@ -238,12 +238,41 @@ def test_remax_draws_one_more_completion_of_each_prompt() -> None:
     assert 2 * extra == pytest.approx(alone["rollout"].seconds, rel=1e-6)
 
 
+def test_accepted_drafts_save_steps_unless_there_are_no_drafts() -> None:
+    accepted = "--context.roofline.accepted_drafts", "0.25"
+    off = "--generate_config.draft_rows", "0"
+    before, after = phases_of(), phases_of(*accepted)
+    assert {name for name in after if after[name] != before[name]} == {"rollout"}
+    # A fifth of the steps; what prompts take stays.
+    saved = before["rollout"].seconds - after["rollout"].seconds
+    assert 0.15 < saved / before["rollout"].seconds < 0.2
+    assert phases_of(*accepted, *off)["rollout"] == before["rollout"]
+
+
+@pytest.mark.parametrize(
+    ("words", "notices"),
+    [
+        ((), []),
+        (("--generate_config.use_vllm", "1"), ["it is the embedded generator's"]),
+        (("--generate_config.sampling_config.repetition_penalty", "1.1"), ["no drafts"]),
+    ],
+)
+def test_drafts_that_somebody_asks_for_and_does_not_get_are_told(
+    words: tuple[str, ...], notices: list[str]
+) -> None:
+    found = planned("--generate_config.use_vllm", "0", *words, "--generate_config.draft_rows", "4")
+    told = [notice for notice in found.notices if "draft_rows" in notice]
+    assert len(told) == len(notices)
+    assert all(part in notice for part, notice in zip(notices, told, strict=True))
+
+
 def test_every_speed_is_a_key_and_the_key_wins() -> None:
     names = set(asdict(SPEEDS["host"]))
     assert names == set(RooflineConfig.model_fields) - {
         "device",
         "prompt_tokens",
         "completion_tokens",
+        "accepted_drafts",
     }
     for device, known in SPEEDS.items():
         config = Config.model_validate({"context": {"roofline": {"device": device}}})

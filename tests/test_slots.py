@@ -144,7 +144,9 @@ def test_no_row_is_computed_that_makes_no_token(native: EmbeddedEngine) -> None:
     completions = run(native, ragged(requests_of()))
     usage = native.stats
     assert usage.tokens == usage.rows == sum(len(c.tokens) for c in completions)
-    assert usage.wasted == 0.0 and 0.5 < usage.occupancy < 1.0
+    figures = usage.figures()
+    assert figures["rollout/wasted_fraction"] == 0.0
+    assert 0.5 < figures["rollout/slot_occupancy"] < 1.0
 
 
 def test_a_cache_that_was_given_up_between_two_rollouts_leaves_no_trace(

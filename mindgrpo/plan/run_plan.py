@@ -179,8 +179,18 @@ class RunPlan:
                 f"{counted(self.batch.prompts_per_step, 'prompt')}: "
                 f"{idle} of them generate nothing; raise rl_config.prompts_per_step"
             )
+        drafts = [
+            key for key in ("draft_rows", "draft_history") if key in generate.model_fields_set
+        ]
         if generate.uses_vllm:
-            return dtypes
+            return dtypes + [
+                f"generate_config.{key} has no effect: it is the embedded generator's, and vLLM is used"
+                for key in drafts
+            ]
+        if drafts and generate.draft_rows != 0 and generate.sampling_config.repetition_penalty != 1:
+            dtypes.append(
+                "generate_config.draft_rows has no effect: with a repetition_penalty there are no drafts"
+            )
         own = notices(self.model) if keeps_slots(self.config.context.target) else []
         unused = [
             f"generate_config.{key} has no effect: it is vLLM's, and the embedded generator is used"

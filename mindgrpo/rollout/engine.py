@@ -39,14 +39,14 @@ class RolloutStats:
 
     def figures(self) -> dict[str, float]:
         """Returns metrics of what was counted: the share of rows that made no token of any sample, the share of slots
-        in use, averaged over decode steps, these steps, and where there were any, drafts and those that were right."""
+        in use, averaged over decode steps, these steps, drafts and those of them that were right."""
         figures: dict[str, float] = {}
         if self.places:
             figures["rollout/wasted_fraction"] = 1.0 - self.tokens / self.rows
             figures["rollout/slot_occupancy"] = self.rows / self.places
         if self.steps:
             figures["rollout/decode_steps"] = self.steps
-        if self.drafted:
+        if self.steps or self.drafted:
             figures |= {"rollout/drafted": self.drafted, "rollout/accepted": self.accepted}
         return figures
 

@@ -8,7 +8,7 @@ nothing else. Ranks that share a model make the same guesses, as they know the s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -28,28 +28,29 @@ class PromptTexts:
     """The texts of one prompt: what followed which tokens, in the prompt too."""
 
     def __init__(self, prompt: np.ndarray) -> None:
-        self._texts: list[list[int]] = []
-        # A run of tokens -> the text and the place of the token that followed it last.
-        self._followed: dict[tuple[int, ...], tuple[int, int]] = {}
-        self.extend(self.open(), prompt.tolist())
+        self._texts: list[list[int]] = [prompt.tolist()]
         self._opening = self._texts[0][-MATCHES[0] :]
+        # Of each text, how many tokens are in `_followed`: a run of tokens -> the text and the place of what followed.
+        self._indexed = [0]
+        self._followed: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def open(self) -> int:
-        """Returns the number of a new text, which begins with the prompt's last tokens."""
-        self._texts.append([*self._opening] if self._texts else [])
+    def open(self, tokens: Sequence[int] = ()) -> int:
+        """Returns the number of a new text, of `tokens` behind the prompt."""
+        self._texts.append([*self._opening, *tokens])
+        self._indexed.append(len(self._opening))
         return len(self._texts) - 1
 
     def extend(self, number: int, tokens: Sequence[int]) -> None:
-        text = self._texts[number]
-        for token in tokens:
-            for length in MATCHES:
-                if len(text) >= length:
-                    self._followed[tuple(text[-length:])] = number, len(text)
-            text.append(token)
+        self._texts[number] += tokens
 
-    def length(self, number: int) -> int:
-        """Counts the text's tokens behind its prompt."""
-        return len(self._texts[number]) - len(self._opening)
+    def index(self) -> None:
+        """Takes in what followed what, in all texts."""
+        for number, text in enumerate(self._texts):
+            for begin in range(self._indexed[number], len(text)):
+                for length in MATCHES:
+                    if begin >= length:
+                        self._followed[tuple(text[begin - length : begin])] = number, begin
+            self._indexed[number] = len(text)
 
     def guess(self, number: int, count: int) -> list[int]:
         """Returns at most `count` tokens that may follow the text."""
@@ -102,44 +103,59 @@ class Drafts:
         known: np.ndarray | None = None,
     ) -> None:
         self._batch, self._history, self._least_right = batch, history, least_right
-        self._known = np.zeros(len(batch.limits), np.int32) if known is None else known
+        self._prompt_of, self._limits = batch.prompt_of.tolist(), batch.limits.tolist()
+        self._known = [0] * len(self._limits) if known is None else known.tolist()
         self._samples: dict[int, list[int]] = {}
-        for sample, prompt in enumerate(batch.prompt_of.tolist()):
+        for sample, prompt in enumerate(self._prompt_of):
             self._samples.setdefault(prompt, []).append(sample)
         # Made for a prompt when a sample of it is first guessed.
         self._texts: dict[int, PromptTexts] = {}
         self._numbers: dict[int, int] = {}
+        # Of each sample, how many tokens its text has.
+        self._read = [*self._known]
         self._checks = self._right = self._waits = 0
         self._pause = FIRST_PAUSE
 
-    def drawn(self, sample: int) -> np.ndarray:
-        """Returns what the sample has drawn by now, int32 [n]."""
-        batch = self._batch
-        tokens: np.ndarray = batch.tokens[sample, self._known[sample] : batch.lengths[sample]]
-        return tokens
+    def guesses(self, samples: Sequence[int], rows: int) -> list[list[int]]:
+        """Returns tokens that may come next in each of `samples`, at most `rows` in all, and no sample's last."""
+        self._read_drawn(dict.fromkeys(self._prompt_of[sample] for sample in samples))
+        guesses = []
+        for left, sample in zip(range(len(samples), 0, -1), samples, strict=True):
+            room = self._limits[sample] - self._read[sample] - 1
+            guesses.append(self.guess(sample, min(-(-rows // left), room)))
+            rows -= len(guesses[-1])
+        return guesses
 
     def guess(self, sample: int, count: int) -> list[int]:
-        """Returns at most `count` tokens that may come next, and none that would be the sample's last."""
-        batch = self._batch
-        made = max(self._known[sample], batch.lengths[sample])
-        count = min(count, int(batch.limits[sample] - made) - 1)
+        """Returns at most `count` tokens that may come next."""
         if count < 1:
             return []
-        prompt = int(batch.prompt_of[sample])
-        texts = self._texts.get(prompt) or self._open(prompt)
-        for mate in self._samples[prompt]:
-            drawn, number = self.drawn(mate), self._numbers[mate]
-            if len(drawn) > (length := texts.length(number)):
-                texts.extend(number, drawn[length:].tolist())
-        return texts.guess(self._numbers[sample], count)
+        return self._texts[self._prompt_of[sample]].guess(self._numbers[sample], count)
+
+    def _read_drawn(self, prompts: Iterable[int]) -> None:
+        lengths = self._batch.lengths.tolist()
+        for prompt in prompts:
+            texts = self._texts.get(prompt) or self._open(prompt)
+            for sample in self._samples[prompt]:
+                length, begin = lengths[sample], self._read[sample]
+                if length > begin:
+                    drawn = self._batch.tokens[sample, begin:length].tolist()
+                    texts.extend(self._numbers[sample], drawn)
+                    self._read[sample] = length
 
     def _open(self, prompt: int) -> PromptTexts:
         ids = self._batch.prompts[prompt]
         texts = self._texts[prompt] = PromptTexts(ids)
         for completion in self._history.of(ids):
-            texts.extend(texts.open(), completion.tolist())
+            texts.open(completion.tolist())
+        texts.index()
         self._numbers |= {sample: texts.open() for sample in self._samples[prompt]}
         return texts
+
+    def index(self) -> None:
+        """Takes in what followed what in the texts that were read; to be called while a step is being computed."""
+        for texts in self._texts.values():
+            texts.index()
 
     @property
     def is_pausing(self) -> bool:
@@ -162,6 +178,9 @@ class Drafts:
 
     def end(self) -> None:
         """Keeps what was drawn for the prompts' next epoch."""
+        batch = self._batch
         for prompt, samples in self._samples.items():
-            completions = [self.drawn(sample).copy() for sample in samples]
-            self._history.keep(self._batch.prompts[prompt], completions)
+            completions = [
+                batch.tokens[sample, : batch.lengths[sample]].copy() for sample in samples
+            ]
+            self._history.keep(batch.prompts[prompt], completions)

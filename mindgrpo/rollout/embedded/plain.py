@@ -39,7 +39,7 @@ from mindgrpo.rollout.noise import position_keys
 
 IDLE = -1
 # Idle rows are computed anyway, so that a guess costs the host's time alone.
-LEAST_RIGHT = 1 / 16
+LEAST_RIGHT = 1 / 8
 
 
 class Decode(nn.Cell):
@@ -420,15 +420,16 @@ class PlainDecoder:
         rows.column[busy] = batch.lengths[self._sample[busy]]
         if self._drafts is None or self._drafts.is_pausing or len(busy) == count:
             return rows
-        idle = np.flatnonzero(rows.sample == IDLE).tolist()
-        for left, slot in zip(range(len(busy), 0, -1), busy.tolist(), strict=True):
-            sample = int(self._sample[slot])
-            guesses = self._drafts.guess(sample, -(-len(idle) // left))
-            own, idle = idle[: len(guesses)], idle[len(guesses) :]
-            ahead = np.arange(1, len(own) + 1)
-            rows.sample[own], rows.slot[own], rows.token[own] = sample, slot, guesses
-            rows.position[own], rows.ahead[own] = self._positions[slot] + ahead, ahead
-            rows.column[own] = batch.lengths[sample] + ahead
+        idle = np.flatnonzero(rows.sample == IDLE)
+        guesses = self._drafts.guesses(self._sample[busy].tolist(), len(idle))
+        counts = np.array([*map(len, guesses)])
+        own, row_of = idle[: counts.sum()], np.repeat(busy, counts)
+        if len(own):
+            rows.ahead[own] = ahead = np.concatenate([np.arange(1, count + 1) for count in counts])
+            rows.token[own] = [token for tokens in guesses for token in tokens]
+            rows.sample[own], rows.slot[own] = self._sample[row_of], row_of
+            rows.position[own] = rows.position[row_of] + ahead
+            rows.column[own] = rows.column[row_of] + ahead
         return rows
 
     def _take(
@@ -472,6 +473,8 @@ class PlainDecoder:
             inputs.append(np.maximum(rows.position + self._shifts[rows.slot], 0))
         records = self._routes.are_wanted
         made = self._decoder(read, self._sampling, takes_all, records)(*map(Tensor, inputs))
+        if self._drafts is not None:
+            self._drafts.index()
         columns, routes = made if records else (made, None)
         drawn = draw(self._sampling, columns.asnumpy(), keys, self._shard.local_vocab)
         return drawn, None if routes is None else routes.asnumpy()

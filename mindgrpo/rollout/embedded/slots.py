@@ -92,8 +92,11 @@ def resumed(
     limits = (known + batch.limits).astype(np.int32)
     own = np.array([row.own for row in rows])
     waiting = known - own
-    steps = max(1, -(-int(waiting.sum()) // most_rows)) if most_rows else int(waiting.max())
-    if limits.max() > slot_size or steps * max(len(rows), FULL_STEP_ROWS) > lengths.sum():
+    if most_rows:
+        steps, computed = -(-int(waiting.sum()) // most_rows), int(waiting.sum())
+    else:
+        steps, computed = int(waiting.max()), int(waiting.max()) * len(rows)
+    if limits.max() > slot_size or max(computed, steps * FULL_STEP_ROWS) > lengths.sum():
         return None
     prompts = [batch.prompts[at] for at in batch.prompt_of]
     made = GenerationBatch.of(
@@ -283,11 +286,8 @@ class SlotDecoder:
         free = most - len(running)
         if drafts is None or drafts.is_pausing or free < 1 or not running:
             return []
-        guesses = []
-        for left, sample in zip(range(len(running), 0, -1), running, strict=True):
-            guesses.append(drafts.guess(sample, -(-free // left)))
-            free -= len(guesses[-1])
-        return guesses
+        drafts.index()
+        return drafts.guesses(running, free)
 
     def _checked(self, guesses: Sequence[Sequence[int]], right: int) -> None:
         checks = sum(map(bool, guesses))

@@ -2,8 +2,8 @@
  *
  * A slot holds the keys and values that one sample has made; a prefix those of a prompt, which all samples of the
  * prompt read. Rows are what is computed: the slots in use, in order, then what is known or guessed to follow in them; or
- * the tokens of prompts. Python calls the kernels of generate.c, a few tokens of every slot at a time. They are no graph's: MindSpore takes longer to start a kernel than
- * a small layer takes, and seconds to compile a graph of many.
+ * the tokens of prompts. Python calls the kernels of generate.c, a few tokens of every slot at a time. They are no
+ * graph's: MindSpore takes longer to start a kernel than a small layer takes, and seconds to compile a graph of many.
  */
 #ifndef MINDGRPO_ROLLOUT_H
 #define MINDGRPO_ROLLOUT_H
