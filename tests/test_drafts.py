@@ -193,12 +193,13 @@ def test_texts_guess_what_followed_the_longest_match_last() -> None:
     texts = PromptTexts(np.array([1, 2], np.int32))
     first, second = texts.open([5, 6]), texts.open()
     texts.extend(first, [7, 8])
-    texts.index()
+    # Two of the prompt, and what is behind it, a token at a time.
+    assert [texts.index(1) for _ in range(8)] == [1] * 6 + [0] * 2
     assert texts.guess(second, 3) == [5, 6, 7]
     texts.extend(second, [5, 6])
     assert texts.guess(second, 9) == [7, 8]
     texts.extend(second, [9])
-    texts.index()
+    texts.index(9)
     assert texts.guess(second, 2) == []
 
 

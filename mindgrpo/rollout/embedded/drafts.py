@@ -22,6 +22,8 @@ MATCHES = (8, 4, 2)
 FREE_ROWS = 4
 # After so many checks of which too few were right, guessing pauses for FIRST_PAUSE tokens, and twice as many next time.
 WINDOW, FIRST_PAUSE, LONGEST_PAUSE = 16, 64, 4096
+# Tokens of texts that are taken in during one step, which takes the host some 2 ms.
+INDEXED_AT_ONCE = 1024
 
 
 class PromptTexts:
@@ -43,14 +45,18 @@ class PromptTexts:
     def extend(self, number: int, tokens: Sequence[int]) -> None:
         self._texts[number] += tokens
 
-    def index(self) -> None:
-        """Takes in what followed what, in all texts."""
+    def index(self, most: int) -> int:
+        """Takes in what followed what, of at most so many tokens; returns of how many."""
+        left = most
         for number, text in enumerate(self._texts):
-            for begin in range(self._indexed[number], len(text)):
+            start = self._indexed[number]
+            stop = min(len(text), start + left)
+            for begin in range(start, stop):
                 for length in MATCHES:
                     if begin >= length:
                         self._followed[tuple(text[begin - length : begin])] = number, begin
-            self._indexed[number] = len(text)
+            self._indexed[number], left = stop, left - (stop - start)
+        return most - left
 
     def guess(self, number: int, count: int) -> list[int]:
         """Returns at most `count` tokens that may follow the text."""
@@ -148,14 +154,14 @@ class Drafts:
         texts = self._texts[prompt] = PromptTexts(ids)
         for completion in self._history.of(ids):
             texts.open(completion.tolist())
-        texts.index()
         self._numbers |= {sample: texts.open() for sample in self._samples[prompt]}
         return texts
 
     def index(self) -> None:
         """Takes in what followed what in the texts that were read; to be called while a step is being computed."""
+        left = INDEXED_AT_ONCE
         for texts in self._texts.values():
-            texts.index()
+            left -= texts.index(left)
 
     @property
     def is_pausing(self) -> bool:
