@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import assembly
@@ -68,7 +69,7 @@ class Rollouts:
                 count, group, len(prompts), PROMPT, NEW, draft_rows=drafts, draft_history=1 << 20
             )
             engine = EmbeddedEngine(config, layout, backend, self.sampling, cache)
-            engine.publish(lambda own=engine: fill_random(own.weights, 0, 0.02), 0)
+            engine.publish(partial(fill_random, engine.weights, 0, 0.02), 0)
             self.engines[name] = engine
 
     def run(self, name: str, step: int) -> tuple[float, RolloutStats]:
