@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import small_runs
 from small_generators import KERNELS, PRECISIONS, kernels_named
 from small_mixtures import MIXTURES
 from tables import each_row
@@ -31,17 +32,7 @@ from mindgrpo.rollout.engine import SeedKey
 from mindgrpo.rollout.noise import ROLLOUT
 from mindgrpo.weights.pretrained import fill_random
 
-MODEL: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": True,
-}
+MODEL = small_runs.MODEL | {"vocab_size": 67, "num_hidden_layers": 2}
 
 
 def mixture(family: str) -> dict[str, Any]:
