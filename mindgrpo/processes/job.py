@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,19 +65,26 @@ class JobProcesses:
         (self._folder / "ending").touch()  # what ends from here on is not a cause
         processes = self.find()
         left_behind = shared_files_of(processes)
-        for pid, ends_with_rank in processes.items():
-            if not ends_with_rank:
-                self.signal(pid, signal.SIGKILL)
-        until = time.monotonic() + TIDY_SECONDS
-        # One that is ending has no environment any more.
-        while (left := {*self.find(), *filter(is_alive, processes)}) and time.monotonic() < until:
-            time.sleep(TIDY_POLL_SECONDS)
-        for pid in left:
-            self.signal(pid, signal.SIGKILL)
+        self._kill(pid for pid, ends_with_rank in processes.items() if not ends_with_rank)
+        left = self._wait_for(processes)
+        self._kill(left)
+        self._wait_for(left)
         remove_shared_files(self._name)
         remove_left_behind(left_behind)
         for listed in self._folder.glob(LEFT_BEHIND.format(rank="*")):
             remove_left_behind(listed.read_text(encoding="utf-8").splitlines())
+
+    def _kill(self, processes: Iterable[int]) -> None:
+        for pid in processes:
+            self.signal(pid, signal.SIGKILL)
+
+    def _wait_for(self, processes: Iterable[int]) -> set[int]:
+        """Waits for these, and for what they start meanwhile; returns those that have not ended in TIDY_SECONDS."""
+        until = time.monotonic() + TIDY_SECONDS
+        # One that is ending has no environment any more.
+        while (left := {*self.find(), *filter(is_alive, processes)}) and time.monotonic() < until:
+            time.sleep(TIDY_POLL_SECONDS)
+        return left
 
 
 def remove_shared_files(job: str) -> None:
