@@ -55,7 +55,7 @@ def test_a_killed_rank_ends_the_job_with_its_name_and_phase_and_nothing_is_left(
 def job(tmp_path: Path, arguments: list[str]) -> Iterator[Job]:
     deadlines = {
         "monitor_config.phase_deadline_action": "stop",
-        "monitor_config.phase_deadlines.score": 7,
+        "monitor_config.phase_deadlines.rollout": 7,
     }
     with Job(tmp_path / "job", RANKS, [*arguments, *words(deadlines)]) as job:
         yield job
@@ -64,13 +64,14 @@ def job(tmp_path: Path, arguments: list[str]) -> Iterator[Job]:
 def test_a_rank_that_stands_still_is_named_and_the_job_ended_at_its_phases_deadline(
     job: Job,
 ) -> None:
-    stopped = job.stop_in(rank=6, kind="score", occurrence=1, seconds=math.inf)
+    # Ranks that do not score pass that phase in no time; this one, none can leave without rank 6.
+    stopped = job.stop_in(rank=6, kind="rollout", occurrence=1, seconds=math.inf)
     assert stopped is not None
     ended = job.end(0.0, math.inf)
     assert ended.status == 1 and ended.left == []
-    assert "phase score of step 1 has taken" in ended.last_line
+    assert "phase rollout of step 1 has taken" in ended.last_line
     assert "phase_deadline_seconds is 7" in ended.last_line
-    assert "waiting for rank 6 (phase score of step 1 since" in ended.last_line
+    assert "waiting for rank 6 (phase rollout of step 1 since" in ended.last_line
     assert "no heartbeat for" in ended.last_line and "phase_deadline_action" in ended.last_line
     # Where the rank that ended the job itself waited.
     (logs,) = (job.folder / "logs").iterdir()

@@ -18,8 +18,10 @@ from mindgrpo.health.failure import (
     first_failure,
 )
 from mindgrpo.health.heartbeat import (
+    IDLE,
     Heartbeat,
     HeartbeatFile,
+    LiveLine,
     heartbeat_path,
     read_heartbeat,
 )
@@ -142,6 +144,13 @@ class Clock:
             ]
             overdue += [one for one in checked if one]
         return overdue
+
+
+def test_a_trainer_may_wait_to_train_for_as_long_as_its_user_likes() -> None:
+    clock = Clock({"default": 60.0}, 1)
+    assert clock.run(500, {0: at(IDLE, 3, 0)}) == []
+    assert len(clock.run(70, {0: at("load", 4, 0)})) == 1
+    assert LiveLine().text(at(IDLE, 3, 0), 500.0) == ""
 
 
 def test_a_late_phase_names_the_rank_that_is_behind_once_and_again_at_twice_the_limit() -> None:

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 from small_runs import ONE_GRAPH, make_inputs, model_bits, rows, trainer
 
 from mindgrpo.errors import UserError
+from mindgrpo.health.heartbeat import IDLE
+from mindgrpo.health.rank_health import RankHealth
 
 TESTS = Path(__file__).resolve().parent
 NUM_TRAINERS = 2
@@ -100,8 +103,33 @@ def test_a_trainer_that_has_ended_keeps_no_weights_and_says_what_to_do_instead(
     pools = [pool for pool in made.run.backend.live_pools if pool.num_bytes]
     values = [made.run.roles.policy.weights.pool.view(0, (8,))]
     assert pools and all(value.any() for value in values)
+    # A notebook's user may take any time before this.
+    heartbeat = made.run.backend.health.heartbeat_of(0)
+    assert heartbeat is not None and heartbeat.kind == IDLE
     made.train()
     assert not any(value.any() for value in values)
     with pytest.raises(UserError, match="has run the 1 step of .*; make another trainer"):
         made.train()
     assert made.report().path == tmp_path / "run" / "report.html"
+
+
+def test_a_trainer_that_could_not_be_made_is_watched_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs(tmp_path)
+    watched: set[RankHealth] = set()
+    on_beat = RankHealth.on_beat
+
+    def note(health: RankHealth, check: Callable[[], None]) -> None:
+        watched.add(health)
+        on_beat(health, check)
+
+    monkeypatch.setattr(RankHealth, "on_beat", note)
+    with pytest.raises(UserError, match="no number for this one"):
+        trainer(tmp_path, tmp_path / "run", reward=wrong)
+    (health,) = watched
+    assert not health._checks
+
+
+def wrong(*_: Any, **__: Any) -> list[float]:
+    raise RuntimeError("no number for this one")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,10 +24,13 @@ from mindgrpo.algorithm.sample import STOPPED, Request, Sample
 from mindgrpo.environments.contract import Observation, Opening
 from mindgrpo.environments.mixture import Mixture
 from mindgrpo.environments.pool import EnvironmentPool
+from mindgrpo.processes.fork import AnsweringChannel
+from mindgrpo.processes.linux import TimeUsed
 from mindgrpo.rollout.conversations import Conversations
 from mindgrpo.rollout.tools import ToolTurns
 from mindgrpo.tools.calls import ToolCall
 from mindgrpo.tools.pool import TOOL, ToolPool, ToolService
+from mindgrpo.workers import forked
 from mindgrpo.workers.client import Worker
 from mindgrpo.workers.protocol import EXIT, TIMEOUT, CallFailure, CallLimits, Task
 
@@ -144,6 +149,56 @@ def test_more_tasks_are_begun_where_all_that_are_allowed_wait(worker: Worker, pa
     begin(worker, {most: makes(path)})
     answers, failure = collect(worker)
     assert failure is None and len(answers) == most + 1
+
+
+@pytest.mark.parametrize("slept", [True, False])
+def test_more_tasks_are_begun_at_a_time_where_one_that_is_answered_slept(
+    monkeypatch: pytest.MonkeyPatch, path: Path, slept: bool
+) -> None:
+    monkeypatch.setattr(forked, "PATIENCE_SECONDS", math.inf)
+    monkeypatch.setattr(forked, "has_slept", lambda *_: slept)
+
+    def answer(call: str) -> str:
+        while call == "waits" and not path.exists():
+            time.sleep(0.01)
+        if call == "makes":
+            path.touch()
+        return call
+
+    calls = ["ends", *["waits"] * (2 * CORES), "makes"]
+    answers: dict[int, Any] = {}
+    processes = forked.ForkedProcesses(answer, answers.__setitem__, MEMORY)
+    own, other = socket.socketpair()
+    with own, other:
+        rank = AnsweringChannel(own)
+        processes.add({n: Task(call, n, closes=True) for n, call in enumerate(calls)}, PATIENCE)
+        while not answers:
+            processes.advance(rank)
+        if not slept:
+            for _ in range(5):
+                processes.advance(rank)
+            assert not path.exists() and list(answers) == [0]
+            path.touch()
+        while processes.is_busy:
+            processes.advance(rank)
+    assert answers == dict(enumerate(calls))
+
+
+def test_a_task_that_computes_or_starts_a_process_has_not_slept() -> None:
+    def compute() -> None:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+
+    def has_slept(run: Callable[[], object]) -> bool:
+        before = TimeUsed.read()
+        run()
+        return forked.has_slept(before, TimeUsed.read())
+
+    assert not has_slept(compute)
+    assert not has_slept(lambda: subprocess.run(["sleep", "0.1"], check=True))
+    # One may have waited for a core.
+    assert any(has_slept(lambda: time.sleep(0.1)) for _ in range(10))
 
 
 def test_each_task_has_its_own_deadline(worker: Worker, path: Path) -> None:

@@ -28,8 +28,8 @@ NAMES = {
     "update_critic": "critic's update",
     "close": "closing files",
 }
-# Between the phases of a step.
-BETWEEN = "loop"
+# Between the phases of a step, and between making a trainer and `train`.
+BETWEEN, IDLE = "loop", "idle"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class LiveLine:
         """Describes a heartbeat; empty in the first seconds of a phase and between phases. `now`: CLOCK_MONOTONIC."""
         self._remember(heartbeat)
         seconds = heartbeat.seconds(now)
-        if seconds < SHORTEST_SECONDS or heartbeat.kind == BETWEEN:
+        if seconds < SHORTEST_SECONDS or heartbeat.kind in (BETWEEN, IDLE):
             return ""
         what = NAMES.get(heartbeat.phase, heartbeat.phase)
         if heartbeat.graph:

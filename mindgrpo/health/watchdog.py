@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 
 from mindgrpo.errors import show
 from mindgrpo.health.failure import RankFailure, read_failure, write_failure
-from mindgrpo.health.heartbeat import COMPILE, Heartbeat
+from mindgrpo.health.heartbeat import COMPILE, IDLE, Heartbeat
 from mindgrpo.health.rank_health import RankHealth
 
 # A heart that beats twice a second may miss some beats while its host is busy.
@@ -59,7 +59,7 @@ class HangDetector:
         own = ranks[self._rank]
         elapsed = min(now - (self._checked_at or now), LONGEST_CHECK_SECONDS)
         self._checked_at = now
-        limit = self._limits.get(own.kind, self._limits.get(DEFAULT))
+        limit = None if own.kind == IDLE else self._limits.get(own.kind, self._limits.get(DEFAULT))
         if self._phase != (own.serial, own.graph):
             self._phase, self._spent, self._next = (own.serial, own.graph), 0.0, limit or 0.0
             return None

@@ -1,4 +1,4 @@
-"""Asks Linux about processes: whose child one is, its memory and files; ends it with its parent; kills groups."""
+"""Asks Linux about processes: whose child one is, its memory, time and files; ends it with its parent; kills groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -92,6 +93,27 @@ def memory_of(pid: int) -> int:
         return 0
     # A process in its last moments shows less than it should.
     return max(0, int(fields[1]) - int(fields[2])) * PAGE if len(fields) > 2 else 0
+
+
+class TimeUsed(NamedTuple):
+    """What this process has done by now, in seconds: `computed` or waited for a core to compute on, and what its
+    `children` that have ended computed."""
+
+    now: float
+    computed: float
+    children: float
+
+    @classmethod
+    def read(cls) -> TimeUsed:
+        """Where the system does not say how long it waited for a core, it counts as computing all the time."""
+        now = time.monotonic()
+        own, others = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        computed, children = (used.ru_utime + used.ru_stime for used in (own, others))
+        try:
+            waited = int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return cls(now, now, children)
+        return cls(now, computed + waited, children)
 
 
 def limit_reserved(num_bytes: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from mindgrpo.backend.connect import connect
+from mindgrpo.backend.contract import Backend
 from mindgrpo.backend.rank_consistency import on_first_rank
 from mindgrpo.checkpoint.folders import folder_of
 from mindgrpo.config import Config, Loaded, config_with, schedule_notes
@@ -27,6 +28,7 @@ from mindgrpo.grpo.scoring import CompletionForm, RolloutScorer
 from mindgrpo.grpo.state import Run
 from mindgrpo.grpo.step import Stepper, make_stepper
 from mindgrpo.grpo.supervised import SupervisedStepper
+from mindgrpo.health.heartbeat import BETWEEN, IDLE
 from mindgrpo.monitor.host_memory import HostMemoryExhausted
 from mindgrpo.monitor.trackers.contract import check_installed
 from mindgrpo.rollout.environment import environment_weight
@@ -75,7 +77,17 @@ class TrainingLoop:
         loaded = config if isinstance(config, Loaded) else config_with(config, {})
         settings = runtime_settings(loaded.config)
         backend = connect(loaded.config.context.target, dict(os.environ), settings)
-        loaded = loaded.on_ranks(backend.world_size)
+        try:
+            self._load(backend, loaded.on_ranks(backend.world_size), launched)
+        except BaseException:
+            # The process may be a notebook's, and stay.
+            backend.health.end_checks()
+            raise
+        # Until `train` is called, which may be whenever a user likes.
+        backend.health.enter(IDLE)
+
+    def _load(self, backend: Backend, loaded: Loaded, launched: float) -> None:
+        """Does what `_open` says, on a connected backend; `launched` in seconds since the epoch."""
         check_same_start(loaded.config, backend)
         ranks = Ranks(backend.rank, backend.world_size, backend.world.gather_objects)
         on_first_rank(backend, lambda: check_installed(loaded.config.monitor_config.trackers))
@@ -184,7 +196,7 @@ class TrainingLoop:
 
     def _run_steps(self) -> None:
         state, rl, is_new = self.state, self.run.config.rl_config, self.state.step == 0
-        self.run.backend.health.enter("loop")
+        self.run.backend.health.enter(BETWEEN)
         if state.open_row is not None:
             self._end_step(self._evaluate())
         elif is_new and rl.eval_on_start:

@@ -1,7 +1,7 @@
 """Answers tasks in processes forked from a worker, which has the user's code loaded.
 
-One that hangs, dies or eats memory costs its own task. The more of them hang, the more are waited for at a time, so
-that a round takes little longer than one deadline. What a process remembers ends with it.
+One that hangs, dies or eats memory costs its own task. The more of them hang or sleep, the more are waited for at a
+time, so that a round takes little longer than one deadline, or one sleep. What a process remembers ends with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from selectors import EVENT_READ, EVENT_WRITE, PollSelector
 from typing import Any
 
 from mindgrpo.processes.fork import AnsweringChannel, Channel, end_forked, fork
-from mindgrpo.processes.linux import memory_of
+from mindgrpo.processes.linux import TimeUsed, memory_of
 from mindgrpo.user_code import PACKAGE
 from mindgrpo.workers.protocol import (
     EXIT,
@@ -39,6 +39,8 @@ TICK_SECONDS = 0.05
 # When no task is answered for PATIENCE_SECONDS, GROWTH times as many may be waited for. Less patience would ask all
 # at once where each only computes for long, and then all would be late.
 PATIENCE_SECONDS, GROWTH, MOST_AT_ONCE = 0.5, 8, 512
+# A task that needed a core for less than this share of its time slept, and lets GROWTH more be waited for.
+SLEEPING_SHARE = 0.1
 # Those that are late are asked where they hang, and have so long to answer.
 TRACEBACK_SECONDS = 0.5
 # A process that takes in nothing for so long is left to its deadline.
@@ -81,7 +83,8 @@ class ForkedProcesses:
         self._by_session: dict[int, ForkedProcess] = {}
         self._busy: dict[socket.socket, ForkedProcess] = {}
         self._waiting: deque[tuple[int, Task, float]] = deque()
-        self._allowed, self._last_answer, self._baseline = 0, 0.0, 0
+        self._least = self._at_first = self._allowed = 2 * len(os.sched_getaffinity(0))
+        self._last_answer, self._baseline = 0.0, 0
         # Each process has a descriptor here.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -94,7 +97,7 @@ class ForkedProcesses:
         """Takes in tasks by index, beside those that are not answered; each may take `deadline` seconds."""
         self._baseline = memory_of(os.getpid())
         if not self.is_busy:
-            self._allowed = 2 * len(os.sched_getaffinity(0))
+            self._allowed = self._at_first
             self._last_answer = time.monotonic()
         self._waiting.extend((index, task, deadline) for index, task in tasks.items())
         self._start_waiting()
@@ -166,7 +169,9 @@ class ForkedProcesses:
         channel = AnsweringChannel(connection)
         with suppress(EOFError):
             while True:
-                channel.send(to_message(self._answer(content)))
+                before = TimeUsed.read()
+                message = to_message(self._answer(content))
+                channel.send({**message, "slept": has_slept(before, TimeUsed.read())})
                 content = channel.receive()
 
     def _collect(self, process: ForkedProcess) -> None:
@@ -176,16 +181,25 @@ class ForkedProcesses:
             message = process.channel.take()
             if message is None and is_open:
                 return
-            answer = from_message(message or {})
+            message = message or {}
+            answer, slept = from_message(message), message.get("slept") is True
         except (ValueError, KeyError, TypeError):
             return self._stop(process, None)
         index = process.index
         assert index is not None
         del self._busy[process.channel.connection]
         process.index, process.memory = None, self._used_by(process)
+        self._learn(slept, process.memory)
         if process.closes:
             self._end(process)
         self._report(index, answer)
+
+    def _learn(self, slept: bool, memory: int) -> None:
+        """Takes how a task went: as many are begun at a time as tasks like it leave cores and memory for."""
+        at_once = self._at_first + (GROWTH if slept else -GROWTH)
+        most = min(MOST_AT_ONCE, self._memory // max(1, memory))
+        self._at_first = max(self._least, min(at_once, most))
+        self._allowed = max(self._allowed, self._at_first)
 
     def _end(self, process: ForkedProcess) -> str:
         """Kills it with what it started; returns how it ended."""
@@ -222,6 +236,13 @@ class ForkedProcesses:
         while sum(process.memory for process in by_size) > self._memory:
             failure = CallFailure(MEMORY, too_much_memory(self._memory))
             self._stop(by_size.pop(), failure)
+
+
+def has_slept(before: TimeUsed, after: TimeUsed) -> bool:
+    """Returns whether a task hardly needed a core; one that started processes did, as they may have waited for it."""
+    computed = after.computed - before.computed
+    is_idle = computed < SLEEPING_SHARE * (after.now - before.now)
+    return is_idle and after.children == before.children
 
 
 def running_threads() -> list[str]:

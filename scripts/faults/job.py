@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from mindgrpo.health.heartbeat import Heartbeat, heartbeat_path, read_heartbeat  # noqa: E402
+from mindgrpo.processes.linux import state_of  # noqa: E402
 
 EXAMPLE = "examples/grpo/tiny_arithmetic/grpo_config.yaml"
 PROGRAM = "examples/grpo/qwen_grpo_tutorial/main.py"
@@ -141,6 +142,9 @@ class Job:
                 time.sleep(POLL_SECONDS)
                 continue
             os.kill(found.pid, signal.SIGSTOP)
+            # It takes the signal a moment later, in which it may enter another phase.
+            while (state := state_of(found.pid)) is not None and state.letter not in "TZX":
+                time.sleep(POLL_SECONDS)
             stopped = self.where(rank)
             if stopped is not None and stopped.kind == kind:
                 return stopped
