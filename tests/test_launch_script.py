@@ -264,6 +264,28 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@BOTH_WAYS
+def test_a_rank_that_crashes_after_its_program_has_ended_well_fails_no_job(
+    tmp_path: Path, fork: str
+) -> None:
+    """As where MindSpore's cluster is taken apart. Its scheduler, or the stand-in, then waits for ever."""
+    source = """
+import atexit, signal
+
+def crash():
+    status = os.environ["MINDGRPO_STATUS_DIR"]
+    while not os.path.exists(os.path.join(status, "finished_0")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+if rank == "1":
+    atexit.register(crash)
+"""
+    ended = launch(tmp_path, "--ranks", "2", "--", program(tmp_path, source), MINDGRPO_FORK=fork)
+    assert ended.returncode == 0, ended.stderr
+    assert "signal" not in ended.stderr
+
+
 def test_a_forked_rank_ends_with_the_worker_that_stands_in_for_it(tmp_path: Path) -> None:
     source = "print(os.getpid(), flush=True); time.sleep(3600)"
     command = ["bash", str(ROOT / "scripts" / "launch.sh"), "--ranks", "1", "--"]

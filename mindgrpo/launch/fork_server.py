@@ -25,6 +25,7 @@ from typing import Any
 from mindgrpo.health.failure import failure_of_code, write_failure
 from mindgrpo.launch import worker
 from mindgrpo.launch.plan import has_config
+from mindgrpo.processes.child import describe_code
 from mindgrpo.processes.fork import fork
 from mindgrpo.processes.job import remove_shared_files
 from mindgrpo.processes.linux import set_parent_death_signal
@@ -144,7 +145,11 @@ class ForkServer:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         connection, of_rank = self._workers.pop(pid)
         if code and of_rank is not None and not (of_rank[0] / "ending").exists():
-            write_failure(*of_rank, failure_of_code(*of_rank, code, time.time()))
+            if worker.has_finished(*of_rank):
+                print(f"rank {of_rank[1]} {describe_code(code)} after it had finished", flush=True)
+                code = 0
+            else:
+                write_failure(*of_rank, failure_of_code(*of_rank, code, time.time()))
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
         with connection, suppress(OSError):

@@ -27,7 +27,7 @@ from mindgrpo.launch.exit_report import ClusterWatch, worker_log
 from mindgrpo.launch.log_follower import LogFollower
 from mindgrpo.launch.options import JOB_PORTS, Options
 from mindgrpo.launch.plan import JobPlan, LocalHost, PlannedProcess, make_plan
-from mindgrpo.launch.worker import MSRUN, request_fork
+from mindgrpo.launch.worker import MSRUN, has_finished, request_fork
 from mindgrpo.processes.child import Child
 from mindgrpo.processes.job import JobProcesses
 from mindgrpo.processes.linux import STOPPING
@@ -150,6 +150,8 @@ class Job:
                     say(line)
             say(f"stopped; full logs: {logs}")
             return 128 + self._signals.received[0]
+        if self._has_finished():
+            return 0
         lines, status = exit_report.report(logs, self._options.num_ranks, first_rank, code)
         show(*lines)
         return status
@@ -211,7 +213,7 @@ class Job:
 
     def _wait(self, main: Child) -> int | None:
         """Waits for the main process and returns its exit code; None for a signal to this one."""
-        failed_at = None
+        over_at = None
         several = self._options.hosts.num_hosts > 1
         watch = ClusterWatch(self._options, self._plan.logs) if several else None
         while (code := main.poll()) is None:
@@ -219,9 +221,11 @@ class Job:
                 return None
             if watch is not None:
                 watch.look()
-            if failed_at is None and self._has_failed():
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > SETTLE_SECONDS:
+            # MindSpore's scheduler waits for a rank that has crashed since it finished.
+            is_over = not several and self._has_finished() and not self._workers()
+            if over_at is None and (is_over or self._has_failed()):
+                over_at = time.monotonic()
+            if over_at is not None and time.monotonic() - over_at > SETTLE_SECONDS:
                 self._processes.end_all()
             self._signals.wait(POLL_SECONDS)
         if watch is not None:
@@ -237,6 +241,16 @@ class Job:
         except OSError:
             return False
 
+    def _has_finished(self) -> bool:
+        """Says whether the programs of all ranks of this host have ended well."""
+        first, folder = self._options.first_rank, self._plan.status_folder
+        return all(has_finished(folder, first + i) for i in range(self._options.num_local_ranks))
+
+    def _workers(self) -> set[int]:
+        """Returns the process ids of the workers that have not ended."""
+        pids = exit_report.worker_pids(self._plan.status_folder).values()
+        return {pid for pid in pids if self._processes.owns(pid)}
+
     def _stop(self, main: Child | None) -> None:
         """Tells the ranks to end, and waits for them until there is a second signal."""
         if main is None:
@@ -249,8 +263,7 @@ class Job:
         signalled: set[int] = set()
         until = time.monotonic() + self._options.stop_seconds
         while time.monotonic() < until and len(self._signals.received) < 2:
-            pids = exit_report.worker_pids(self._plan.status_folder).values()
-            workers = {pid for pid in pids if self._processes.owns(pid)}
+            workers = self._workers()
             for pid in workers - signalled:
                 self._processes.signal(pid, self._signals.received[0])
             signalled |= workers
